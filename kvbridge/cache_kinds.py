@@ -11,6 +11,10 @@ ROTATED = "rotated_"
 INDEX_KEY = "index_key"
 ROTATED_INDEX_KEY = ROTATED + INDEX_KEY
 
+# A part of this name is that of the rest of the name, but its scores lack the weight (`ape`) of a token's place in the
+# row. So SGLang keeps what DeepSeek V4's next rows will be made of; vLLM adds the weight first.
+RAW = "raw_"
+
 
 def first_kept(kind: str, window: int, end_token: int, block_tokens: int) -> int:
     """The first token that a cache must hold of a request of `end_token` tokens, whose next query is at `end_token`.

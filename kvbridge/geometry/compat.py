@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
+from ..cache_kinds import RAW
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
@@ -89,6 +90,7 @@ SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 SAME_SCALES = "the same k_scale and v_scale on both sides, as one checkpoint has them for one kind of GPU"
+SAME_SCORES = "both engines of one kind, as scores in SGLang lack a weight that only the model has"
 SAME_ROTATION = "rows that both sides rotate, or neither, or rows of plain numbers or fp8, as wide as a power of two"
 MULTIPLE = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
 NO_REUSE = (
@@ -223,7 +225,10 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     parts = _parts(sender)
     for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
-        if not held >= needed:
+        if not held >= needed and _is_raw(held) != _is_raw(needed):
+            names = {True: "raw", False: "with a weight added"}
+            yield Difference("scores", names[_is_raw(held)], names[_is_raw(needed)], f"layer {layer}", SAME_SCORES)
+        elif not held >= needed:
             said = " ".join(sorted(held)), " ".join(sorted(needed))
             yield from _if_other("parts", *said, f"layer {layer}", SAME_MODEL)
 
@@ -301,6 +306,11 @@ def _parts(pool: Pool) -> dict[int, set[str]]:
         if not is_scale(plane.part):
             parts.setdefault(plane.layer, set()).add(unrotated(plane.part))
     return parts
+
+
+def _is_raw(parts: set[str]) -> bool:
+    """Whether some of them have scores without the weight that the others' have."""
+    return any(part.startswith(RAW) for part in parts)
 
 
 def _keeps(group: Group) -> str:

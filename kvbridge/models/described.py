@@ -29,12 +29,14 @@ from ..adapters.engine.codecs import (
     INDEX_KEYS,
     INDEX_SCALES,
     INDEX_WIDTH,
+    V4_ROWS,
+    V4_SCALES,
     plain_rows,
     scaled_rows,
 )
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
-from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
+from ..cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
 from .engine_command import EngineCommand
@@ -51,8 +53,9 @@ CODEC_OF_DTYPE: dict[str, tuple[CodecName, int]] = {
 PartRows = tuple[str, Codec]  # a plane of a layer before it has a place
 M3_PACKED = "minimax_m3_nvfp4"
 PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
-# DeepSeek V4 in vLLM: blocks of windows, and of rows of 4 and 128 tokens; of what these will be made of, by their ratio
-WINDOW_BLOCK, COMPRESSED_BLOCK = 64, 256
+# DeepSeek V4: blocks of rows of 4 and 128 tokens. In vLLM those of windows, and of what these will be made of, by their
+# ratio; in SGLang all are of this size, and see `found` in adapters/sglang/compressed.py.
+COMPRESSED_BLOCK, WINDOW_BLOCK = 256, 64
 OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # a block and the window
 
 
@@ -78,12 +81,9 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
     if model.state is not None:
-        yield from _refused_states(model, command)
-    if model.ratios and engine == "sglang":
-        yield refusal(code, engine, "compressed", model.family)
-    elif model.ratios and command.cp > 1:
-        reason = f"{model.family}: rows of several tokens, decode_context_parallel_size {command.cp}; needs 1"
-        yield OperatorError("context_parallel_unsupported", reason)
+        yield from _refused_states(model, command, is_decoder)
+    if model.ratios:
+        yield from _refused_rows(model, command)
     if engine == "sglang" and command.drafts in ("dflash", "dspark"):
         yield refusal(code, engine, "beside rows", f"--speculative-algorithm {command.drafts.upper()}")
     elif command.drafts and not (model.drafts and command.has_own_drafts):
@@ -118,12 +118,15 @@ def _takes_block_scales(model: ModelCache, command: EngineCommand, said: str) ->
     return is_plain and (command.engine == "vllm" or said == "mxfp8" or not _has_window_pool(model, command))
 
 
-def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
     """As `state_of` in adapters/vllm/states.py and `check` in adapters/sglang/states.py refuse them."""
     if command.engine == "sglang":
         if command.is_drafting:
             found = f"{model.family}: --speculative-algorithm"
             yield refusal("cache_unsupported", "sglang", "drafted state", found)
+        if command.has_decode_cache and command.has_host_cache and is_decoder:
+            found = f"{model.family}: --enable-hierarchical-cache"
+            yield refusal("cache_unsupported", "sglang", "state", found)
         if model.state is not None and not (model.state.conv and model.state.heads):
             yield refusal("cache_unsupported", "sglang", "state", model.family)
         return
@@ -134,6 +137,23 @@ def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBri
     if command.cp > 1:
         reason = f"{model.family}: states, decode_context_parallel_size {command.cp}; needs 1"
         yield OperatorError("context_parallel_unsupported", reason)
+
+
+def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+    """What engines refuse of DeepSeek V4, and `_check` in adapters/vllm/layers.py."""
+    if command.cp > 1:
+        reason = f"{model.family}: rows of several tokens, decode_context_parallel_size {command.cp}; needs 1"
+        yield OperatorError("context_parallel_unsupported", reason)
+    said = command.kv_cache_dtype
+    known = said in ("auto", "fp8_e4m3") if command.engine == "sglang" else said == "auto" or said.startswith("fp8")
+    if not (known or _has_plain_rows(command)):
+        reason = f"{model.family}: --kv-cache-dtype {said}, which {command.engine} refuses for rows of fp8 and bf16"
+        yield OperatorError("codec_unknown", f"{reason}; needs auto")
+
+
+def _has_plain_rows(command: EngineCommand) -> bool:
+    """Of DeepSeek V4: `_select_dsv4_attn_cls` in vLLM, which has one more backend of the kind, for SM120."""
+    return command.engine == "vllm" and command.backend.upper() == "FLASHINFER_MLA_SPARSE_DSV4"
 
 
 def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
@@ -259,38 +279,42 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
 
 
 def _compressed_rows(
-    model: ModelCache, command: EngineCommand, layer: Layer, ratio: int, said: str
+    command: EngineCommand, layer: Layer, ratio: int, said: str, is_decoder: bool
 ) -> Iterator[tuple[PartRows, Group, int]]:
-    """What vLLM keeps of a layer of DeepSeek V4: each part, its group, and how many tokens a row of it stands for.
-
-    Plain rows are only those of its backend for them (`_select_dsv4_attn_cls`); it has one more for SM120.
-    """
-    whole, width = Group(kind="full", block_tokens=COMPRESSED_BLOCK, blocks=BLOCKS), layer.key_width
+    """What a layer of DeepSeek V4 keeps: each part, its group, and how many tokens a row of it stands for."""
+    is_sglang, width = command.engine == "sglang", layer.key_width
+    whole = Group(kind="full", block_tokens=COMPRESSED_BLOCK, blocks=BLOCKS)
 
     def kept(block: int, window: int) -> Group:
-        inside = command.has_private_blocks
+        inside = is_decoder if is_sglang else command.has_private_blocks
         windowed = Group(kind="sliding", block_tokens=block, blocks=BLOCKS, window=window, begins_inside=inside)
-        return whole if command.keeps_all else windowed
+        return whole if command.keeps_all and not is_sglang else windowed
 
-    if command.backend.upper() == "FLASHINFER_MLA_SPARSE_DSV4":
+    def state(ratio: int) -> Group:
+        if not is_sglang:
+            return kept(*OPEN_BLOCKS[ratio])
+        if ratio == 4:
+            return Group(kind="sliding", block_tokens=1, blocks=BLOCKS, window=OPEN_BLOCKS[4][1])
+        return Group(kind="chunked", block_tokens=ratio, blocks=BLOCKS, window=ratio)
+
+    rows = [("", V4_ROWS), ("_scale", V4_SCALES)]
+    if _has_plain_rows(command):
         rows = [("", plain_rows(CODEC_OF_DTYPE[said][0], width, CODEC_OF_DTYPE[said][1]))]
-    else:
-        packed = Codec(name="fp8_ds_v4", width=width, element_bytes=1, row_bytes=576)
-        rows = [("", packed), ("_scale", Codec(name="opaque", width=8, element_bytes=1, row_bytes=8))]
     for more, codec in rows:
-        yield (f"latent{more}", codec), kept(WINDOW_BLOCK, layer.window), 1
+        yield (f"latent{more}", codec), kept(COMPRESSED_BLOCK if is_sglang else WINDOW_BLOCK, layer.window), 1
     if not ratio:
         return
     for more, codec in rows:
         yield (f"compressed_latent{more}", codec), whole, ratio
-    states = [("compressor", width)]
+    raw, index_key = (RAW, ROTATED_INDEX_KEY) if is_sglang else ("", INDEX_KEY)
+    states = [(f"{raw}compressor", width)]
     if ratio == 4:
         for more, codec in (("", INDEX_KEYS), ("_scale", INDEX_SCALES)):
-            yield (f"{INDEX_KEY}{more}", codec), whole, ratio
-        states.append(("index_compressor", INDEX_WIDTH))
+            yield (f"{index_key}{more}", codec), whole, ratio
+        states.append((f"{raw}index_compressor", INDEX_WIDTH))
     for part, each in states:
         numbers = 2 * each * (2 if ratio == 4 else 1)
-        yield (part, plain_rows("fp32", numbers, 4)), kept(*OPEN_BLOCKS[ratio]), 1
+        yield (part, plain_rows("fp32", numbers, 4)), state(ratio), 1
 
 
 def _keepings(
@@ -362,7 +386,8 @@ def _parts(
     said = _dtype(model, command, is_decoder)
     if model.ratios:
         for number, layer in layers.items():
-            for (part, codec), group, row_tokens in _compressed_rows(model, command, layer, model.ratios[number], said):
+            ratio = model.ratios[number]
+            for (part, codec), group, row_tokens in _compressed_rows(command, layer, ratio, said, is_decoder):
                 yield Rows(number, part, codec, WHOLE, group, row_tokens)
         return
     keepings = _keepings(model, command, layers, said, is_decoder)

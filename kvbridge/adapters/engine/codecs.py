@@ -22,6 +22,10 @@ INDEX_KEYS = Codec(
 )
 INDEX_SCALES = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
 
+# DeepSeek V4's latents: 448 fp8 and 64 bf16 numbers. Behind all rows of a block, the 7 exponents of each and a zero.
+V4_ROWS = Codec(name="fp8_ds_v4", width=512, element_bytes=1, row_bytes=576)
+V4_SCALES = Codec(name="opaque", width=8, element_bytes=1, row_bytes=8)
+
 
 def scaled_rows(name: CodecName, width: int, scale: float = 1.0) -> tuple[Codec, Codec]:
     """Rows of `width` numbers with a scale for every few, and rows of these scales. NVFP4 has one more, for all."""

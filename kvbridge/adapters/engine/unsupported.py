@@ -6,6 +6,7 @@ the model's config.json. So both say the same. To carry a kind, delete its line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import OperatorError
@@ -57,7 +58,7 @@ def refusal(code: str, engine: str, kind: str, found: str) -> OperatorError:
     return OperatorError(code, f"{found}: kvbridge cannot carry {each.missing}{helps}")
 
 
-def draft_refusal(kind: str) -> OperatorError:
-    """The error for a draft model's KV pool of another class than DRAFT_POOLS."""
-    reason = f"draft model's KV pool: {kind}, supported are {', '.join(DRAFT_POOLS)}"
+def draft_refusal(kind: str, supported: Sequence[str] = DRAFT_POOLS) -> OperatorError:
+    """The error for a draft model's KV pool of a class that is not supported beside the model's."""
+    reason = f"draft model's KV pool: {kind}, supported are {', '.join(supported)}"
     return OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")

@@ -3,7 +3,7 @@
 A `SWAKVPool` has two halves: layers that see all tokens, and layers with a window. Each half has tensors of its own,
 and is a group, because a token has another slot in each (`windows.py`). Any other pool is one half. Index keys of
 sparse attention are beside K and V or latents, in the same slots. Recurrent states are in a pool of their own
-(`states.py`).
+(`states.py`), and so is all of DeepSeek V4 (`compressed.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..engine.memory import CODEC_OF, Memory, plane_of
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import DRAFT_POOLS, UNSUPPORTED, draft_refusal, refusal
-from . import block_scales, drafts, states
+from . import block_scales, compressed, drafts, states
+from .compressed import Found
 
 LAYOUTS = ("nhd", "hnd")
 ATTENTION, INDEXER = "RadixAttention", "Indexer"
@@ -37,7 +38,7 @@ POOLS = {
     "MiniMaxSparseKVPool": "kv and index keys",
     "HybridLinearKVPool": "beside states",
     "QSATokenToKVPool": "state",
-    "DeepSeekV4TokenToKVPool": "compressed",
+    compressed.KIND: "rows of several tokens",
     "MHATokenToKVPoolFP4": "packed",
     "MLATokenToKVPoolFP4": "packed",
     block_scales.MXFP8: "kv",
@@ -81,30 +82,44 @@ def describe(
     """
     from sglang.version import __version__
 
-    config = queue.scheduler.model_config
     check(queue)
-    modules = _modules(queue.scheduler.tp_worker.model_runner.model)
-    depth = int(config.hf_text_config.num_hidden_layers)
-    of_model = _groups(queue, shard, modules, is_decoder)
-    of_draft = _draft_layers(queue, shard, modules, depth)
-    groups = [*of_model, *of_draft]
-    rows = [each for group in groups for each in _planes(group, modules)]
-    state = states.found(queue, shard)
-    layers = _layers(groups, [plane for _, plane in rows], modules) | (state.layers if state else {})
+    found = _found(queue, shard, is_decoder)
     return Memory.of(
         Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
         model_record(
             model_name,
-            layers,
-            depth=depth,
+            found.layers,
+            depth=_depth(queue),
             pp_size=shard.pp_size,
             weights=weights,
-            drafts=(layer for group in of_draft for layer in group.layers),
-            draft=_draft_name(queue, model_name, draft) if of_draft else "",
+            drafts=found.drafts,
+            draft=_draft_name(queue, model_name, draft) if found.drafts else "",
         ),
         shard,
+        found.groups,
+        found.planes,
+    )
+
+
+def _depth(queue: Any) -> int:
+    """How many layers the model itself has."""
+    return int(queue.scheduler.model_config.hf_text_config.num_hidden_layers)
+
+
+def _found(queue: Any, shard: Shard, is_decoder: bool) -> Found:
+    if compressed.is_compressed(pool := queue.token_to_kv_pool):
+        return compressed.found(pool, drafts.pools(queue), _depth(queue), is_decoder)
+    modules = _modules(queue.scheduler.tp_worker.model_runner.model)
+    of_model = _groups(queue, shard, modules, is_decoder)
+    of_draft = _draft_layers(queue, shard, modules, _depth(queue))
+    groups = [*of_model, *of_draft]
+    rows = [each for group in groups for each in _planes(group, modules)]
+    state = states.found(queue, shard)
+    return Found(
+        _layers(groups, [plane for _, plane in rows], modules) | (state.layers if state else {}),
         (*_counted(of_model, rows), *([state.group] if state else [])),
         [*rows, *(state.planes if state else [])],
+        tuple(layer for group in of_draft for layer in group.layers),
     )
 
 
@@ -139,6 +154,8 @@ def check(queue: Any) -> None:
     states.check(queue)
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
         raise _unsupported(f"metadata buffers: on {device}, must be on the CPU")
+    if is_compressed := compressed.is_compressed(pool):
+        compressed.check(pool)
     if has_windows(pool):
         _check_halves(pool)
     if states.has_states(pool):
@@ -151,11 +168,15 @@ def check(queue: Any) -> None:
         raise _unsupported(f"KV pool: HybridLinearKVPool of {kind}, must be of {' or '.join(BESIDE_STATES)}")
     for draft in drafts.pools(queue):
         _check_kind("draft model's KV pool", draft)
-        if (kind := type(draft).__name__) not in DRAFT_POOLS:
-            raise draft_refusal(kind)
+        supported = (compressed.KIND,) if is_compressed else DRAFT_POOLS
+        if (kind := type(draft).__name__) not in supported:
+            raise draft_refusal(kind, supported)
         if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
             raise _unsupported(f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
-        _check_rows(draft)
+        if is_compressed:
+            compressed.check_draft(draft, pool)
+        else:
+            _check_rows(draft)
 
 
 def _check_kind(place: str, pool: Any) -> None:
@@ -239,7 +260,9 @@ def moved(pool: Any) -> None:
 
 
 def _pools(pool: Any) -> tuple[Any, ...]:
-    """The pools that have tensors."""
+    """The pools whose tensors are rows of every token."""
+    if compressed.is_compressed(pool):
+        return ()
     if _is_minimax(pool):
         return (pool.main_pool,)
     if states.has_states(pool):

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
-from . import drafts, foreign, states, windows
+from . import compressed, drafts, foreign, states, windows
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
@@ -215,8 +215,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
-        late = windows.wanted(manager.kv_args, self._states, first + self._tokens)
-        late += states.slot(manager.kv_args, self._states)
+        args, end = manager.kv_args, first + self._tokens
+        late = windows.wanted(args, self._states, end)
+        late += compressed.beside(manager.queue.token_to_kv_pool, late, args, self._states, end)
+        late += states.slot(args, self._states)
         for info in self.bootstrap_infos:
             asked = Asked(
                 room=room,
@@ -231,11 +233,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 self.invalidate_cached_bootstrap_infos()
                 return
         self._is_wanted = True
-        page = manager.kv_args.page_size
+        page = args.page_size
         want = replace(
             self._expected or self._nothing(rendezvous(room, self._prompt), self._agent()),
             first_token=first,
-            end_token=first + self._tokens,
+            end_token=end,
             blocks=(Blocks(0, first // page, tuple(pages)), *late) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),

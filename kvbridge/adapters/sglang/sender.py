@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
-from . import foreign, states, windows
+from . import compressed, foreign, states, windows
 from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
@@ -99,18 +99,17 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if is_last and not self._send_row():
             return
-        state = states.slot(self.kv_mgr.kv_args, state_indices) if is_last else ()
-        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event, state)
+        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event, state_indices)
         self._record_transfer_indices(pages, None)
 
-    def _offer(self, pages: list[int], tokens: int, is_last: bool, event: Any, state: tuple[Blocks, ...]) -> None:
+    def _offer(self, pages: list[int], tokens: int, is_last: bool, event: Any, state_indices: list[Any] | None) -> None:
         manager, talk = self.kv_mgr, self.kv_mgr.talk
         if talk is None:
             return self._fail("no memory is attached to an agent")
         if self._changes != manager.weights_changes:
             return self._fail("other_weights: the weights have changed since the request came")
-        read = partial(windows.offered, manager.queue, tokens=tokens)
-        window, reason = attempt(self._req, "its window has no blocks", read) if is_last else ((), "")
+        read = partial(self._late, tokens=tokens, state_indices=state_indices)
+        late, reason = attempt(self._req, "its window has no blocks", read) if is_last else ((), "")
         if reason:
             return self._fail(reason)
         if is_new := not self._number:
@@ -125,7 +124,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 request=self._name or str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
-                blocks=(*blocks, *(window or ()), *state),
+                blocks=(*blocks, *(late or ())),
                 is_last=is_last,
                 is_more=not is_new,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
@@ -138,6 +137,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             if manager.gives_up_at_once:
                 talk.send(Release())
         self._tokens = tokens
+
+    def _late(self, req: Any, tokens: int, state_indices: list[Any] | None) -> tuple[Blocks, ...]:
+        """What is offered once all of the prompt's `tokens` tokens are computed. Raises EngineError."""
+        queue, args = self.kv_mgr.queue, self.kv_mgr.kv_args
+        window = windows.offered(queue, req, tokens)
+        beside = compressed.beside(queue.token_to_kv_pool, window, args, state_indices, tokens)
+        return (*window, *beside, *states.slot(args, state_indices))
 
     def _send_row(self) -> bool:
         """Send the auxiliary row to all ranks that asked, from the last pipeline stage only. False if that failed."""

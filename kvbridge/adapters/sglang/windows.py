@@ -1,4 +1,4 @@
-"""Which slots of the window half of a `SWAKVPool` an offer or a want names.
+"""Which slots of the window half of a `SWAKVPool`, or of DeepSeek V4's pool, an offer or a want names.
 
 SGLang gives a token a slot in both halves. The one in the window half is `full_to_swa_index_mapping[slot in the full
 half]`; 0, the padding page, once it has been given up. While a prompt is computed in chunks, slots that no later token
@@ -15,12 +15,14 @@ from typing import Any
 from kvbridge_proto.common import Blocks
 
 from ...errors import EngineError
+from .compressed import is_compressed
 from .pool import WINDOW_GROUP, has_windows
 
 
 def offered(queue: Any, req: Any, tokens: int) -> tuple[Blocks, ...]:
     """The window's blocks of a prompt of `tokens` computed tokens. Raises EngineError."""
-    if not has_windows(queue.token_to_kv_pool) or not tokens:
+    pool = queue.token_to_kv_pool
+    if not (has_windows(pool) or is_compressed(pool)) or not tokens:
         return ()
     allocator = queue.scheduler.token_to_kv_pool_allocator
     page = int(allocator.page_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.planned import told
+from tests.integration.adapters.sglang_v4 import Engine
 from tests.integration.adapters.test_sglang_block_scales import four_bits
 from tests.integration.adapters.test_sglang_pool import (
     Indexer,
@@ -40,7 +42,7 @@ pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture
 
 PAGE = 16
-PAGES = {"DSATokenToKVPool": 64}  # the only one it takes
+PAGES = {"DSATokenToKVPool": 64, "DeepSeekV4TokenToKVPool": 256}  # the only ones they take
 
 
 def queue_for(family: Family, tp: int) -> Any:
@@ -59,6 +61,8 @@ def queue_for(family: Family, tp: int) -> Any:
         side = Side()
         side.tokens = conv_states()
         return side.queue
+    elif family.models.startswith("DeepSeek V4"):
+        return compressed(model.ratios[: len(model.layers)])
     elif family.pool == "SWAKVPool":
         return windowed(family, tp)
     elif family.pool == "HybridLinearKVPool":
@@ -84,6 +88,14 @@ def queue_for(family: Family, tp: int) -> Any:
         return drafting(
             queue, latent(PAGE, **common | {"layer_num": 1}, kv_lora_rank=512, qk_rope_head_dim=64), path=""
         )
+    return queue
+
+
+def compressed(ratios: tuple[int, ...]) -> Any:
+    """Every rank has all of it, and the draft's layer. Of V4.1 SGLang's configuration has rows of 2 tokens."""
+    queue = Engine(ratios=[*ratios] or [0], has_drafter=True, pages=2).queue
+    queue.token_to_kv_pool.compression_ratios = [*ratios] or [0, 2]
+    queue.scheduler.server_args = SimpleNamespace(model_path="/models/llama", speculative_draft_model_path="")
     return queue
 
 

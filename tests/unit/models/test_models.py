@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.support.families import (
     LLAMA,
     MIMO,
     NVFP4_EXPERTS,
+    STATES,
     Family,
     carried_recipes,
     config,
@@ -135,18 +137,42 @@ def test_layers_that_read_anothers_kv_have_none() -> None:
     assert [index for index, layer in enumerate(shared) if layer is None] == list(range(20, 30))
 
 
-def test_deepseek_v4_goes_from_any_parallel_size_to_any_if_both_keep_rows_alike() -> None:
-    assert not any(obstacles(DEEPSEEK_V4, f"vllm -tp {tp}", f"vllm -tp {to} -pp 2") for tp in SIZES for to in SIZES)
+@pytest.mark.parametrize("engine", ["vllm -tp", "sglang --tp"])
+def test_deepseek_v4_goes_from_any_parallel_size_to_any(engine: str) -> None:
+    stages = "-pp 2" if "vllm" in engine else "--pp-size 2"
+    sizes = product(SIZES, SIZES)
+    assert not any(obstacles(DEEPSEEK_V4, f"{engine} {tp}", f"{engine} {to} {stages}") for tp, to in sizes)
+
+
+def test_deepseek_v4_needs_rows_that_are_alike() -> None:
     plain = "vllm -tp 2 --attention-backend FLASHINFER_MLA_SPARSE_DSV4"
     assert obstacles(DEEPSEEK_V4, plain, plain) == set()
     assert obstacles(DEEPSEEK_V4, plain, "vllm") == {"codec"}
     everything = "vllm --disable-hybrid-kv-cache-manager"
     assert obstacles(DEEPSEEK_V4, everything, "vllm") == set()
     assert obstacles(DEEPSEEK_V4, "vllm", everything) == {"kind"}
+    assert obstacles(DEEPSEEK_V4, "vllm", "sglang") == {"scores", "block_tokens"}
+    assert obstacles(DEEPSEEK_V4, "sglang", "vllm") == {"scores"}
     with refused(OperatorError, "context_parallel_unsupported", "rows of several tokens, decode_context_p"):
         pools_of(read(DEEPSEEK_V4), parse("vllm -tp 2 -dcp 2"), "m", "e")
-    with refused(OperatorError, "cache_unsupported", "deepseek_v4: kvbridge cannot carry caches of which a row"):
-        pools_of(read(DEEPSEEK_V4), parse("sglang"), "m", "e")
+
+
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [
+        ("vllm --kv-cache-dtype fp8", False),
+        ("vllm --kv-cache-dtype bfloat16", True),
+        ("vllm --kv-cache-dtype bfloat16 --attention-backend FLASHINFER_MLA_SPARSE_DSV4", False),
+        ("sglang --kv-cache-dtype fp8_e4m3", False),
+        ("sglang --kv-cache-dtype bfloat16", True),
+    ],
+)
+def test_a_dtype_that_the_engine_refuses_for_deepseek_v4_is_refused(command: str, is_refused: bool) -> None:
+    if not is_refused:
+        assert pools_of(read(DEEPSEEK_V4), parse(command), "m", "e")
+        return
+    with refused(OperatorError, "codec_unknown", "--kv-cache-dtype bfloat16, which (vllm|sglang) refuses for rows of"):
+        pools_of(read(DEEPSEEK_V4), parse(command), "m", "e")
 
 
 @pytest.mark.parametrize("ratios", [[0, 8], [4], [0, 4, 128] * 14])
@@ -437,6 +463,15 @@ def test_only_a_models_own_drafts_are_known_from_its_config(command: str, code: 
 
 
 RADIX = "--disaggregation-decode-enable-radix-cache"
+
+
+def test_a_hierarchical_cache_on_the_decode_side_is_refused_beside_states() -> None:
+    model = read(config("qwen3_next", 48, 16, 2, 256, **STATES))
+    both, alone = f"sglang --enable-hierarchical-cache {RADIX}", "sglang --enable-hierarchical-cache"
+    for command, is_decoder in ((both, False), (alone, True), (f"sglang {RADIX}", True)):
+        assert pools_of(model, parse(command), "m", "e", is_decoder)
+    with refused(OperatorError, "cache_unsupported", "qwen3_next: --enable-hierarchical-cache: kvbridge cannot carry"):
+        pools_of(model, parse(both), "m", "e", True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""DeepSeek V4's caches in SGLang: where each part of them lies, and which rows an offer or a want names beside pages.
+
+Pages of all tokens hold one row for 4 or 128 tokens, and index keys of 4. Layers keep a window, in pages of their own,
+and the kv and the scores of the tokens that the next row will be made of:
+- Of a row of 4: the last tokens of each page of the window, in a ring that the page has. A row needs 8 tokens: those of
+  the row before it, too. Their group has blocks of one token, so rings of other lengths are only other numbers.
+- Of a row of 128: in a ring of each request, at its number in `req_to_token`, of one or two blocks of 128 tokens. Only
+  those of the row that is not whole are read again.
+SGLang keeps raw scores, vLLM adds a weight (`ape`) to them. So these parts have other names than vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.pool import Codec, Group, Layer, Plane
+from msgspec.structs import replace
+
+from ...cache_kinds import RAW, ROTATED_INDEX_KEY, first_kept
+from ...errors import EngineError, OperatorError
+from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_ROWS, V4_SCALES, plain_rows
+from ..engine.memory import CODEC_OF, plane_of
+from ..engine.records import WHOLE
+from ..engine.unsupported import refusal
+
+KIND = "DeepSeekV4TokenToKVPool"
+ALL, WINDOW = 0, 1  # groups
+READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
+# By how many tokens a row stands for: what it will be made of. Their blocks are not counted yet.
+STATE_GROUPS = {
+    4: Group(kind="sliding", block_tokens=1, blocks=1, window=READ_AGAIN),
+    128: Group(kind="chunked", block_tokens=128, blocks=1, window=128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank keeps: the record of each layer, the groups, each plane with its tensor, the draft model's layers."""
+
+    layers: dict[int, Layer]
+    groups: tuple[Group, ...]
+    planes: list[tuple[torch.Tensor, Plane]]
+    drafts: tuple[int, ...]
+
+
+def is_compressed(pool: Any) -> bool:
+    """Whether it is DeepSeek V4's pool."""
+    return type(pool).__name__ == KIND
+
+
+def check(pool: Any) -> None:
+    """Raise OperatorError if this pool, or that of a draft model, holds rows in a form that is not carried."""
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+
+    if set(pool.compression_ratios) - {0, *STATE_GROUPS}:
+        raise refusal("cache_unsupported", "sglang", "bounded", f"KV pool: {KIND} of {pool.compression_ratios}")
+    states = [each for each in pool.compress_state_pools if each is not None]
+    index = pool.c4_indexer_kv_pool
+    refused = {
+        "a ring of the window's rows for each request": pool.swa_kv_pool is None or pool.swa_req_ring_size is not None,
+        "rows of 512 fp8 numbers (--dsv4-attn-backend trtllm)": pool.uniform_fp8,
+        f"rows in the form {pool.kv_layout.value} (SGLANG_DSV4_KV_LAYOUT)": pool.kv_layout is not KVLayout.V4,
+        "sums in place of rows (SGLANG_OPT_USE_ONLINE_COMPRESS)": any(each.online for each in states),
+        "index keys in MXFP4 (--enable-deepseek-v4-fp4-indexer)": index is not None and index.use_fp4_indexer,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise OperatorError("cache_unsupported", f"KV pool: {KIND} with {' and '.join(found)}; needs none of it")
+    if pool.full_to_swa_index_mapping is None:
+        raise OperatorError("cache_unsupported", f"KV pool: {KIND} whose window is not in pages: nothing maps slots")
+    for dtype in {each.kv_score_buffer.kv_score.dtype for each in states}:
+        if dtype not in CODEC_OF:
+            raise OperatorError("codec_unknown", f"KV pool: {KIND} with states in {dtype}")
+
+
+def check_draft(pool: Any, model: Any) -> None:
+    """Raise OperatorError unless these are a draft model's layers with a window each, in the model's slots."""
+    check(pool)
+    if set(pool.compression_ratios) != {0} or pool.full_to_swa_index_mapping is not model.full_to_swa_index_mapping:
+        reason = f"draft model's KV pool: {KIND} of {pool.compression_ratios}, must have the model's windows only"
+        raise OperatorError("cache_unsupported", reason)
+
+
+def found(pool: Any, drafts: list[Any], depth: int, is_decoder: bool) -> Found:
+    """What a rank keeps. A draft's layers come after the model's `depth`, in order. Every rank has all of it whole."""
+    page = int(pool.page_size)
+    numbers = dict.fromkeys(range(pool._stage_start, pool._stage_end))
+    planes = [each for layer in numbers for each in _layer(pool, layer, layer)]
+    of_drafts: list[int] = []
+    for draft in drafts:
+        for layer in range(draft._stage_start, draft._stage_end):
+            of_drafts.append(depth + len(of_drafts))
+            planes += _layer(draft, layer, of_drafts[-1])
+    # The decode side needs no row before the window: its prefix cache hands out rows of all tokens only.
+    window = int(pool.sliding_window)
+    kept = [
+        Group(kind="full", block_tokens=page, blocks=1),
+        Group(kind="sliding", block_tokens=page, blocks=1, window=window, begins_inside=is_decoder),
+        *(STATE_GROUPS[ratio] for ratio in _state_groups(pool)),
+    ]
+    rope, width = int(pool.qk_rope_head_dim), int(pool.qk_nope_head_dim) + int(pool.qk_rope_head_dim)
+    record = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope, window=window)
+    layers = dict.fromkeys([*numbers, *of_drafts], record)
+    return Found(layers, tuple(_counted(kept, planes)), planes, tuple(of_drafts))
+
+
+def _counted(groups: list[Group], planes: list[tuple[torch.Tensor, Plane]]) -> Iterator[Group]:
+    """With as many blocks as all planes have."""
+    for number, group in enumerate(groups):
+        sizes = [
+            view.shape[0] * view.stride(0) * view.element_size() // plane.block_stride
+            for view, plane in planes
+            if plane.group == number
+        ]
+        yield replace(group, blocks=min(sizes)) if sizes else group
+
+
+def _state_groups(pool: Any) -> dict[int, int]:
+    """The groups of what the next rows will be made of, by how many tokens such a row stands for."""
+    held = {each.ratio for each in pool.compress_state_pools if each is not None}
+    return {ratio: 2 + place for place, ratio in enumerate(ratio for ratio in STATE_GROUPS if ratio in held)}
+
+
+def _layer(pool: Any, layer: int, number: int) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """The planes of a layer of the pool, under its number in the model's record."""
+    page, rows = int(pool.page_size), pool.swa_kv_pool
+    yield from _latents(rows, rows.kv_buffer[layer - pool._stage_start], "latent", number, WINDOW, page, 1)
+    ratio, place, rows = pool.layer_mapping[layer]
+    if not ratio:
+        return
+    yield from _latents(rows, rows.kv_buffer[place], "compressed_latent", number, ALL, page, ratio)
+    if (index := pool.index_pools.get(ratio)) is not None:
+        keys = index.index_k_with_scale_buffer[place]
+        pieces = ("", INDEX_KEYS, 0), ("_scale", INDEX_SCALES, int(index.page_size) * INDEX_WIDTH)
+        yield from _pieces(keys, pieces, ROTATED_INDEX_KEY, int(index.page_size), number, ALL, page, ratio)
+    for name, pools in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
+        if (state := pools[layer]) is not None:
+            yield _state(state, f"{RAW}{name}compressor", number, _state_groups(pool)[ratio])
+
+
+def _latents(
+    rows: Any, tensor: torch.Tensor, part: str, number: int, group: int, page: int, ratio: int
+) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """Pages as `KVLayout.V4` has them: all rows' numbers, then all their scales."""
+    size = int(rows.page_size)
+    pieces = ("", V4_ROWS, 0), ("_scale", V4_SCALES, size * V4_ROWS.row_bytes)
+    yield from _pieces(tensor, pieces, part, size, number, group, page, ratio)
+
+
+def _pieces(
+    tensor: torch.Tensor,
+    pieces: tuple[tuple[str, Codec, int], ...],
+    part: str,
+    rows: int,
+    number: int,
+    group: int,
+    page: int,
+    ratio: int,
+) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """Of [pages, bytes]: a page has the first piece of all its `rows` rows, then the next, each from a byte on."""
+    for more, codec, at in pieces:
+        shape, strides = (len(tensor), 1, rows, codec.row_bytes), (tensor.stride(0), 0, codec.row_bytes, 1)
+        view = tensor.view(torch.uint8).as_strided(shape, strides, int(tensor.storage_offset()) + at)
+        name = f"layer {number} {part}{more}"
+        yield (
+            view,
+            plane_of(
+                view, codec, WHOLE, number, group, part=part + more, block_tokens=page, name=name, row_tokens=ratio
+            ),
+        )
+
+
+def _state(state: Any, part: str, number: int, group: int) -> tuple[torch.Tensor, Plane]:
+    """Rows of kv and raw score. A block has one of them, or 128 of a request's."""
+    tensor = state.kv_score_buffer.kv_score
+    block = STATE_GROUPS[state.ratio].block_tokens
+    view = tensor[: len(tensor) // block * block].unflatten(0, (-1, block)).unsqueeze(1)
+    codec = plain_rows(CODEC_OF[tensor.dtype], tensor.shape[1], tensor.element_size())
+    name = f"layer {number} {part}"
+    return view, plane_of(view, codec, WHOLE, number, group, part=part, block_tokens=block, name=name)
+
+
+def beside(
+    pool: Any, window: tuple[Blocks, ...], args: Any, state_indices: list[Any] | None, tokens: int
+) -> tuple[Blocks, ...]:
+    """What the next rows after `tokens` tokens will be made of, as blocks. `window` are those of the window.
+
+    `args` and `state_indices` are SGLang's; it names the block of 128 tokens only if its row is not whole. Raises
+    EngineError.
+    """
+    from sglang.srt.disaggregation.base.conn import StateType
+
+    if not is_compressed(pool) or not window:
+        return ()
+    found, groups = [], _state_groups(pool)
+    if (number := groups.get(4)) is not None:
+        first = first_kept("sliding", READ_AGAIN, tokens, 1)
+        found.append(Blocks(number, first, tuple(_rows(pool, window[0], first, tokens))))
+    if (number := groups.get(128)) is not None and state_indices is not None and tokens % 128:
+        (block,) = state_indices[args.state_types.index(StateType.DSV4_REQUEST_STATE)]
+        found.append(Blocks(number, tokens // 128, (int(block),)))
+    return tuple(found)
+
+
+def _rows(pool: Any, window: Blocks, first: int, end: int) -> Iterator[int]:
+    """As `translate_from_swa_loc_to_state_loc` of SGLang's CompressStatePool: a page of the window has a ring."""
+    page = int(pool.page_size)
+    ring = next(int(each.ring_size) for each in pool.compress_state_pools if each is not None and each.ratio == 4)
+    for token in range(first, end):
+        entry = token // page - window.first
+        if not 0 <= entry < len(window.ids):
+            raise EngineError("blocks_too_few", f"tokens: {token} is in the window, and has no slot in swa_kv_pool")
+        yield window.ids[entry] * ring + token % ring
