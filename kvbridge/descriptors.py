@@ -13,7 +13,7 @@ RESERVED = 256  # for an agent without peers: its engine, others at its doors, a
 # A dialled link takes 4 and a pidfd, an accepted one 1, a peer of the fabric about 3. There may be `links` of each.
 OF_A_LINK = 16
 FEW_LINKS = 64  # links; fewer are logged
-SPARE = 64  # descriptors that links leave to others
+SPARE_DESCRIPTORS = 64  # descriptors that links leave to others
 
 
 def raised() -> int:
@@ -35,7 +35,7 @@ def links(limit: int, most: int) -> int:
 
 
 def are_short() -> bool:
-    """Whether no more than SPARE descriptors are left. A new one has the lowest free number: all below it are taken.
+    """Whether no more than SPARE_DESCRIPTORS are left. A new one has the lowest free number: all below it are taken.
 
     ZeroMQ frees those of a closed socket on a thread of its own, which may lag behind.
     """
@@ -45,4 +45,4 @@ def are_short() -> bool:
         return True
     os.close(lowest)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft != resource.RLIM_INFINITY and lowest >= soft - SPARE
+    return soft != resource.RLIM_INFINITY and lowest >= soft - SPARE_DESCRIPTORS

@@ -20,7 +20,7 @@ from ..oneline import plain, plain_lines
 
 BURST, WINDOW_S = 50, 10.0  # similar lines, and the time in which they may come
 MOST_KINDS = 1024
-FIELD = re.compile(r"%%|(?:(\w+)=)?%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
+ARGUMENT = re.compile(r"%%|(?:(\w+)=)?%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
 
 
 def set_up(level: str, form: Literal["text", "json"], *others: logging.Handler) -> None:
@@ -63,7 +63,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     """The values that a message names: for `request=%s` its argument, under "request"."""
     if not isinstance(record.args, tuple):
         return {}
-    names = [found[1] for found in FIELD.finditer(str(record.msg)) if found[0] != "%%"]
+    names = [found[1] for found in ARGUMENT.finditer(str(record.msg)) if found[0] != "%%"]
     named = zip(names, record.args, strict=False)
     return {name: value if isinstance(value, int | float) else plain(str(value)) for name, value in named if name}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbridge.metrics")
 
-AT_ONCE = 16
+ALL_OPEN = 16
 REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
 POLL_S = 0.5
 KEPT_S = 1.0
@@ -106,7 +106,7 @@ class _Request(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """One thread per connection, AT_ONCE at most. For one more the oldest is cut off. So are those that take too long.
+    """One thread per connection, ALL_OPEN at most. For one more the oldest is cut off. So are those that take too long.
 
     So silent connections keep nobody out. A socket timeout would not do: a client that sends a byte now and then never
     runs into it.
@@ -124,8 +124,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_full = len(self._open) >= AT_ONCE
-            has_space = not is_full or len(self._ending) < AT_ONCE
+            is_full = len(self._open) >= ALL_OPEN
+            has_space = not is_full or len(self._ending) < ALL_OPEN
             if is_full and has_space:
                 self._end(next(iter(self._open)))
             if has_space:

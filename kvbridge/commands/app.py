@@ -42,7 +42,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @cache
@@ -126,7 +126,7 @@ def agent(config: Path | None = None, **flags: Any) -> None:
         run(loaded, supervision=supervision())
 
 
-def config_show(config: Path | None = None, as_json: JSON = False, **flags: Any) -> None:
+def config_show(config: Path | None = None, as_json: AsJSON = False, **flags: Any) -> None:
     """Show every option of an agent: its value, and where that came from.
 
     Takes the options of `kvbridge agent`, and starts nothing. Exits with 2 if the agent would not start with them.
@@ -165,7 +165,7 @@ def doctor(
             "transfers paused, and keeps it until it ends.",
         ),
     ] = False,
-    as_json: JSON = False,
+    as_json: AsJSON = False,
     **flags: Any,
 ) -> None:
     """Check this machine and an agent's options, and move bytes by every route.
@@ -202,7 +202,7 @@ def bench(
             "fits.",
         ),
     ] = 0,
-    as_json: JSON = False,
+    as_json: AsJSON = False,
     **flags: Any,
 ) -> None:
     """Measure how fast each route of this machine is, beside a copy of the same bytes on the same devices.
@@ -313,7 +313,7 @@ def status(
         bool, typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw it every second, until Ctrl-C.")] = False,
-    as_json: JSON = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Show what the agents of this host are doing.
 
@@ -365,7 +365,7 @@ def trace(
     chrome: Annotated[
         Path | None, typer.Option(help="Write a file for chrome://tracing or ui.perfetto.dev as well.", dir_okay=False)
     ] = None,
-    as_json: JSON = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Show the life of a request on both agents: when it was offered, wanted, claimed, read or written, done.
 
@@ -434,7 +434,7 @@ def plan(
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
-    as_json: JSON = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Say whether two pools fit, why not, and what would move.
 

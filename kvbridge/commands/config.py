@@ -15,7 +15,7 @@ from ..oneline import plain
 from ..options import AgentConfig, defaults
 from .console import stdout, write
 
-HIDDEN = "(not shown: no such file, so it may be a key itself)"
+NOT_SHOWN = "(not shown: no such file, so it may be a key itself)"
 
 
 def show(path: str | None, flags: Mapping[str, str | None], as_json: bool) -> None:
@@ -51,7 +51,7 @@ def described(config: AgentConfig, said: Mapping[str, Said]) -> dict[str, dict[s
 def _value(config: AgentConfig, name: str) -> Any:
     """What may be shown of it: a `key` that was set to the key itself must not appear on a screen."""
     value = getattr(config, name)
-    return HIDDEN if name in FILES_OF_KEYS and value and not os.path.exists(value) else value
+    return NOT_SHOWN if name in FILES_OF_KEYS and value and not os.path.exists(value) else value
 
 
 def _table(config: AgentConfig, said: Mapping[str, Said]) -> Table:

@@ -8,7 +8,7 @@ from importlib import resources
 
 PAGE = "troubleshooting.txt"  # docs/troubleshooting.md, copied by `make golden`
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-HEADER = re.compile(r"^\|.*\n\|[-|]+\n", re.MULTILINE)
+TABLE_HEAD = re.compile(r"^\|.*\n\|[-|]+\n", re.MULTILINE)
 ROW = re.compile(r"^\| (.*?) \| (.*) \|$", re.MULTILINE)
 BREAK = re.compile(r"(?<=[^\n|])\n(?=[^\n|])")  # within a paragraph
 
@@ -28,7 +28,7 @@ def of_check(name: str) -> str:
     """The text of the check's entry, a line per paragraph, and `name: text` per row of its table."""
     entry = _page().partition(f"\n### {name}\n")[2]
     entry = re.split(r"^##", entry, maxsplit=1, flags=re.MULTILINE)[0]
-    return ROW.sub(r"\1: \2", _plain(HEADER.sub("", entry)))
+    return ROW.sub(r"\1: \2", _plain(TABLE_HEAD.sub("", entry)))
 
 
 def of_code(code: str) -> str:

@@ -58,7 +58,7 @@ def lender(*words: str) -> Iterator[tuple[int, str]]:
             process.kill()
 
 
-PAGE = b"kvbridge doctor "
+PATTERN = b"kvbridge doctor "
 GPU_BYTES = 2 << 20
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -84,21 +84,21 @@ def main() -> None:
 
 
 def _lend() -> None:
-    page = ctypes.create_string_buffer(PAGE)
+    page = ctypes.create_string_buffer(PATTERN)
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)  # as UCX does under yama
     print(ctypes.addressof(page), flush=True)
     sys.stdin.readline()
 
 
 def _read(pid: int, address: int) -> None:
-    page = ctypes.create_string_buffer(len(PAGE))
-    ours, theirs = LentPiece(ctypes.addressof(page), len(PAGE)), LentPiece(address, len(PAGE))
+    page = ctypes.create_string_buffer(len(PATTERN))
+    ours, theirs = LentPiece(ctypes.addressof(page), len(PATTERN)), LentPiece(address, len(PATTERN))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     count = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
     if count < 0:
         sys.exit(os.strerror(ctypes.get_errno()))
-    if page.raw != PAGE:
+    if page.raw != PATTERN:
         sys.exit(f"read {count} bytes, and not those that are there")
 
 

@@ -42,7 +42,7 @@ USUAL_BYTES = 128 << 20
 MOST_PACE_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
 SHARE_OF_MEMORY = 8  # a request needs four times its size if both engines are on one device
 LOOKED_AT = 256  # tokens that are compared
-LEAST_ROUNDS, MOST_ROUNDS = 3, 1000
+LEAST_CARRIES, MOST_CARRIES = 3, 1000
 # The share of the copy's rate that the largest request should reach; less means that something is wrong with a route.
 # Between two H200s 2 GiB reached 0.74 by pull, 0.59 by direct, 0.44 by nixl and 0.014 by host
 # (bench/results/gpu_2*.json); UCX that falls back reaches 0.001. On one H200, whose copies run at 2 TB/s, 8 GiB reached
@@ -189,7 +189,7 @@ class Bench:
             self._carry(tokens, sender, receiver)
         took, copies = list[float](), list[float]()
         ends = time.monotonic() + seconds
-        while len(took) < LEAST_ROUNDS or (time.monotonic() < ends and len(took) < MOST_ROUNDS):
+        while len(took) < LEAST_CARRIES or (time.monotonic() < ends and len(took) < MOST_CARRIES):
             took.append(self._carry(tokens, sender, receiver))
             copies.append(self._copy(size_bytes))
         floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS[route]

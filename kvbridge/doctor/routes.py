@@ -34,7 +34,7 @@ REQUESTS = [DemoRequest(name="first", tokens=17, seed=1), DemoRequest(name="rest
 # The share of memcpy's rate, without a GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6, beside other work (2 cores,
 # Linux 6.18, 2026-11-23).
 FLOOR_SHARE = 0.01
-ROUNDS = 2  # at most: in the first a GPU's kernels may have to be compiled
+MOST_TRIES = 2  # at most: in the first a GPU's kernels may have to be compiled
 UCX_SAYS = {"UCX_PROTO_INFO": "y"}  # UCX logs a table for each kind of operation, with the transports it chose
 UCX_TABLE = re.compile(r"\| (?P<what>[a-z][^|]*?) +\|$")
 UCX_ROW = re.compile(r"\| +(?P<range>\d[\w.]*) +\| (?P<how>[^|]+?) +\| (?P<by>[^|]+?) +\|$")
@@ -68,7 +68,7 @@ def carried(route: Route, subject: Subject) -> Finding:
         started = agents(Path(folder), names, (device,), UCX_SAYS, routes=route, net_devices=data, log_level="info")
         with started as running:
             before, after = running
-            for _ in range(ROUNDS):
+            for _ in range(MOST_TRIES):
                 outcome = _outcome(before, after, device)
                 if outcome.wrong or outcome.moved_bytes >= least * outcome.seconds:
                     break

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-SPARE = 64
+SPARE_ENTRIES = 64
 
 K = TypeVar("K", bound=Hashable)
 
@@ -23,7 +23,7 @@ class Deadlines(Generic[K]):
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
-        if len(self._heap) > 2 * len(self._at) + SPARE:  # stale entries outnumber live ones
+        if len(self._heap) > 2 * len(self._at) + SPARE_ENTRIES:  # stale entries outnumber live ones
             self._rebuild()
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class Deadlines(Generic[K]):
 
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
-        if len(self._heap) > 2 * len(self._at) + SPARE:
+        if len(self._heap) > 2 * len(self._at) + SPARE_ENTRIES:
             self._rebuild()
 
     def put_off(self, seconds: float) -> None:
@@ -100,7 +100,7 @@ class FairQueue(Generic[T]):
         return None
 
     def discard(self, name: str) -> None:
-        if self._waiting.pop(name, None) is not None and len(self._heap) > 2 * len(self._waiting) + SPARE:
+        if self._waiting.pop(name, None) is not None and len(self._heap) > 2 * len(self._waiting) + SPARE_ENTRIES:
             counts = {name: count for name, (count, _) in self._waiting.items()}
             self._heap = [each for each in self._heap if counts.get(each[2]) == each[1]]
             heapq.heapify(self._heap)

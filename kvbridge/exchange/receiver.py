@@ -24,7 +24,7 @@ from .orders import Broken, Filled, Quiet, ReceivingReport, RouteReport, StopRec
 from .session import AttachedEngine, Session
 from .transfer import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
 from .wants import (
-    GOES_ON,
+    SUCCEEDED,
     UNHEARD,
     Adoption,
     ExpectedRequests,
@@ -398,7 +398,11 @@ class Receiver:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
-        if code not in (*UNHEARD, *GOES_ON, "busy"):  # it answers and refuses: it has no offers, or will not be told
+        if code not in (
+            *UNHEARD,
+            *SUCCEEDED,
+            "busy",
+        ):  # it answers and refuses: it has no offers, or will not be told
             self._unheard.keep(address, lambda each: False)
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]

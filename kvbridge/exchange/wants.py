@@ -31,7 +31,7 @@ from .transfer import OpenWant
 
 MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
-GOES_ON = ("peer_left", "stale_epoch")
+SUCCEEDED = ("peer_left", "stale_epoch")
 Takes = tuple[tuple[Take, ...], ...]
 MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
 HOLD_EVERY_S = 5.0
@@ -94,7 +94,7 @@ def can_begin_again(wanted: OpenWant, code: str) -> bool:
     still open.
     """
     if wanted.state is WantState.REACHING:
-        return code in GOES_ON
+        return code in SUCCEEDED
     if wanted.state is not WantState.FLOWING or code != "peer_left":
         return False
     incoming_transfers = wanted.incoming_transfers.values()

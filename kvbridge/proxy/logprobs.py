@@ -9,7 +9,7 @@ import msgspec
 from .bodies import CHAT, COMPLETIONS, GENERATE, Body, PromptAsk, encode, parse
 
 Fields = dict[str, msgspec.Raw]
-LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+TOKEN_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def wants_inputs(ask: PromptAsk) -> bool:
@@ -40,7 +40,7 @@ def with_inputs(ask: PromptAsk, prefilled: bytes, answer: bytes) -> bytes:
         return answer
     own, theirs = _logprobs(first), _logprobs(body)
     sampled = parse(first["usage"], dict[str, Any])["completion_tokens"]  # the decode server tells it too
-    merged = {name: _list(own, name)[:-sampled] + _list(theirs, name) for name in LISTS if own.get(name)}
+    merged = {name: _list(own, name)[:-sampled] + _list(theirs, name) for name in TOKEN_LISTS if own.get(name)}
     return encode(body | {"choices": [choices[0] | {"logprobs": theirs | merged}, *choices[1:]]})
 
 

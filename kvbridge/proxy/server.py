@@ -45,12 +45,12 @@ library_log = logging.getLogger("kvbridge.proxy.http")
 library_log.addFilter(_NotMalformed())
 
 INLINE_BYTES = 1 << 18  # a larger body is read on a thread, one at a time
-AT_ONCE = 16  # asks of one body that run at a time
+ASKS_AT_ONCE = 16  # asks of one body that run at a time
 REFUSED_BODY_S = 1.0  # how long the rest of a refused body is read, so that the client can read why
 PROXY_STOP_S = 10.0  # how long requests under way may take once the proxy is told to stop
 PASSED_ON = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
 HEADER_CHARS = 512  # of an id or a trace context
-LIMITS = ProxyLimits()
+USUAL_LIMITS = ProxyLimits()
 
 
 def run(
@@ -130,7 +130,7 @@ async def serving(
     host: str,
     port: int,
     waits: Waits,
-    limits: ProxyLimits = LIMITS,
+    limits: ProxyLimits = USUAL_LIMITS,
     has_fallback: bool = True,
 ) -> AsyncIterator[tuple[str, Fleet]]:
     """Run the proxy; yields its address and its engines. Raises OperatorError if it cannot listen there."""
@@ -296,18 +296,18 @@ class Proxy:
         if len(asked.asks) == 1:  # the answer is sent before we wait for the rest of the prefill leg
             async with self._carrier.carried(asked.asks[0], call) as opened:
                 assert isinstance(opened, Whole)
-                response = web.Response(body=merge(asked, [opened.answer]), headers=_answer_headers(request, JSON))
+                response = web.Response(body=merge(asked, [opened.answer]), headers=_answer_headers(request, JSON_TYPE))
                 await response.prepare(request)
                 await self._sent(response.write_eof())
                 return response, "answered"
         answers = await self._each(asked.asks, call)
-        return web.Response(body=merge(asked, answers), headers=_answer_headers(request, JSON)), "answered"
+        return web.Response(body=merge(asked, answers), headers=_answer_headers(request, JSON_TYPE)), "answered"
 
     async def _each(self, asks: Sequence[PromptAsk], call: Call) -> list[bytes]:
-        """Carry the asks side by side, AT_ONCE at a time. The first that fails cancels the others."""
+        """Carry the asks side by side, ASKS_AT_ONCE at a time. The first that fails cancels the others."""
         answers: dict[int, bytes] = {}
         left = iter(enumerate(asks))
-        tasks = [asyncio.create_task(self._some(left, answers, call)) for _ in range(min(AT_ONCE, len(asks)))]
+        tasks = [asyncio.create_task(self._some(left, answers, call)) for _ in range(min(ASKS_AT_ONCE, len(asks)))]
         try:
             await asyncio.gather(*tasks)
             return [answers[place] for place in range(len(asks))]
@@ -323,7 +323,7 @@ class Proxy:
                 answers[place] = opened.answer
 
     async def _stream(self, request: web.Request, ask: PromptAsk, call: Call) -> tuple[web.StreamResponse, str]:
-        response = web.StreamResponse(headers=_answer_headers(request, STREAM))
+        response = web.StreamResponse(headers=_answer_headers(request, STREAM_TYPE))
         try:
             async with self._carrier.carried(ask, call) as opened:
                 assert isinstance(opened, Streamed)
@@ -351,13 +351,13 @@ class Proxy:
             raise ConnectionError("the client does not read") from None
 
 
-JSON = {"Content-Type": "application/json"}
-STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+JSON_TYPE = {"Content-Type": "application/json"}
+STREAM_TYPE = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 def _headers(request: web.Request) -> dict[str, str]:
     passed = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-    return {name: value for name, value in passed.items() if name == "Authorization" or _is_short(value)} | JSON
+    return {name: value for name, value in passed.items() if name == "Authorization" or _is_short(value)} | JSON_TYPE
 
 
 def _is_short(value: str) -> bool:

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeer
-from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
+from kvbridge.agent.scraping import ALL_OPEN, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
 from testing.proc import descriptors
@@ -90,8 +90,8 @@ def test_who_connects_and_says_nothing_costs_few_threads_and_keeps_nobody_out() 
         threads, before = threading.active_count(), descriptors()
         silent = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
         assert asked(place, "/healthz") == (200, "ok\n")
-        assert threading.active_count() - threads <= 2 * AT_ONCE
-        assert descriptors() - before - len(silent) <= 2 * AT_ONCE
+        assert threading.active_count() - threads <= 2 * ALL_OPEN
+        assert descriptors() - before - len(silent) <= 2 * ALL_OPEN
         assert is_answered(place)
         wait_for(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), REQUEST_S + 10)
 
@@ -143,13 +143,13 @@ def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> Non
             with contextlib.suppress(OSError):  # its place at the door may not be free yet
                 texts.append(scraped(place))
 
-    scrapers = [threading.Thread(target=scrape) for _ in range(AT_ONCE)]
+    scrapers = [threading.Thread(target=scrape) for _ in range(ALL_OPEN)]
     with serving(registry=registry) as place:
         for scraper in scrapers:
             scraper.start()
         for scraper in scrapers:
             scraper.join()
-    assert 2 <= registry.reads <= (time.monotonic() - begun) / KEPT_S + 1 and len(texts) > AT_ONCE
+    assert 2 <= registry.reads <= (time.monotonic() - begun) / KEPT_S + 1 and len(texts) > ALL_OPEN
     assert all("kvbridge_test_total 0.0" in text and "kvbridge_last_total 0.0" in text for text in texts)
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvbridge.proxy.fleet import Backend, LegFailed, Role, read_engine
 from kvbridge.proxy.limits import ProxyLimits
-from kvbridge.proxy.server import AT_ONCE
+from kvbridge.proxy.server import ASKS_AT_ONCE
 from tests.integration.proxy.standins import PROMPT, TOKENS, WAITS, World, named, stream, world
 
 pytestmark = pytest.mark.timeout(30)
@@ -142,10 +142,10 @@ async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> No
             at_once -= 1
 
         w.decode.act = slow
-        body = COMPLETION | {"prompt": [PROMPT] * (2 * AT_ONCE + 1)}
+        body = COMPLETION | {"prompt": [PROMPT] * (2 * ASKS_AT_ONCE + 1)}
         status, answer = await w.ask("/v1/completions", body)
-        assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(2 * AT_ONCE + 1))
-        assert most == AT_ONCE
+        assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(2 * ASKS_AT_ONCE + 1))
+        assert most == ASKS_AT_ONCE
 
 
 async def test_a_batch_of_generate_is_a_list() -> None:
