@@ -6,9 +6,7 @@ The client that attaches is the engine. When its connection ends, the engine has
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +38,7 @@ from ..dataplane.attached import CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..exchange.sender import released
 from ..transport.local import LocalConnection, Unfit
+from ..unix_socket import close_fds
 from .engines import Engines
 from .journal import Journal
 from .metrics import Metrics, Prompts
@@ -82,9 +81,7 @@ class Clients:
                 try:
                     await self._hear(connection, message, fds)
                 finally:
-                    for fd in fds:
-                        with contextlib.suppress(OSError):
-                            os.close(fd)
+                    close_fds(fds)
         except BadFrame as error:
             self._metrics.rejected(error.code)
             log.warning("rejected a client: pid=%d code=%s %s", connection.pid, error.code, error)

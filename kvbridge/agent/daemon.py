@@ -54,7 +54,7 @@ from ..transport.lock import Lock
 from ..transport.processes import Pidfds, Processes
 from ..transport.trust import Trust
 from .clients import Clients
-from .doors import Doors, LocalDoors, NoDoors
+from .doors import Doors, LocalDoors
 from .engines import Engines
 from .journal import Journal
 from .logs import LastErrors, set_up
@@ -135,7 +135,7 @@ class Agent:
         self._failure: BaseException | None = None
         self._armed: tuple[str, ...] = ()
         self._connections: set[asyncio.Task[None]] = set()
-        self.doors: Doors = NoDoors()
+        self.doors = Doors()
         self._spans: Spans | None = None
 
     def stop(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import logging
@@ -26,62 +25,37 @@ LINK_FIRST_S = 0.02  # for the link to report the end of the session: it has the
 Ended = Callable[[str, str], None]  # code, reason
 
 
-class Doors(abc.ABC):
-    """The memory that one agent shares and maps."""
+class Doors:
+    """The memory that one agent shares and maps. This one is of an agent that does neither."""
 
-    @abc.abstractmethod
     async def serve(self) -> None:
         """Answer callers at our door, and watch the memory we have mapped, until cancelled."""
 
-    @abc.abstractmethod
     def admit(self, session: Session, link: Link) -> DoorCard | None:
         """The card with which this session's receiver may open our engine's memory; None if nothing is shared.
 
         Opening it also hands over a pipe, if the link has none.
         """
+        return None
 
-    @abc.abstractmethod
     def revoke(self, session: Session) -> None:
         """The session is over: void its card, and tell its receiver to close the memory."""
 
-    @abc.abstractmethod
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         """Map the memory of the sender's engine. Returns the read rate, if it was measured. Raises KVBridgeError.
 
         `ended` is called when the sender's agent wants it closed, or is gone; not once we have closed it ourselves.
         """
+        raise PeerError("sharing_off", "share_memory is off at the receiver, or its routes do not name pull")
 
-    @abc.abstractmethod
     def share(self, attached: AttachedMemory) -> None:
         """Hand over this memory from now on."""
 
-    @abc.abstractmethod
     def withdraw(self, attached: AttachedMemory, reason: str) -> None:
         """Stop handing over this memory, and tell its holders to close it."""
 
-    @abc.abstractmethod
     def holders(self) -> list[Holder]:
         """Which processes have our engine's memory mapped."""
-
-
-class NoDoors(Doors):
-    """Of an agent that neither shares nor maps memory."""
-
-    async def serve(self) -> None: ...
-
-    def admit(self, session: Session, link: Link) -> DoorCard | None:
-        return None
-
-    def revoke(self, session: Session) -> None: ...
-
-    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
-        raise PeerError("sharing_off", "share_memory is off at the receiver, or its routes do not name pull")
-
-    def share(self, attached: AttachedMemory) -> None: ...
-
-    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...
-
-    def holders(self) -> list[Holder]:
         return []
 
 

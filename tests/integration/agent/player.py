@@ -11,7 +11,7 @@ from typing import Any
 from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.doors import Doors
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
@@ -76,7 +76,7 @@ def joined(player: Any, data_plane: Any, connect_s: float) -> Peers:
 class Player:
     """Control, data plane, receiver and sender: the test's. A proof takes until `may_prove` is set."""
 
-    trust, doors = Trust(), NoDoors()
+    trust, doors = Trust(), Doors()
 
     def __init__(self, engine: AttachedEngine) -> None:
         self.engine: AttachedEngine | None = engine

@@ -46,7 +46,7 @@ from kvbridge_proto.status import PeerStatus, TransferStatus
 from msgspec import Meta, Struct
 from msgspec.structs import replace as changed
 
-from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.doors import Doors
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.status import transfers
 from kvbridge.dataplane.orders import LeavingChunk, OrderedReceive
@@ -136,7 +136,7 @@ class Watched(Peers):
         raise  # noqa: PLE0704 - called where the exception is handled
 
 
-class OpenDoors(NoDoors):
+class OpenDoors(Doors):
     """Of every agent."""
 
     async def enter(self, *args: Any) -> None: ...
