@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
@@ -37,7 +37,7 @@ Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
 MOST_COMPUTED = 4096  # transfers that have still to be carried; the oldest go first: some of them failed
 # fmt: off
-SECONDS = (
+BUCKETS_S = (
     0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005,
     0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300,
 )
@@ -87,63 +87,63 @@ class Metrics:
     def __init__(self) -> None:
         self._computed_at: dict[str, float] = {}  # by transfer: when its last rows were computed, until it is carried
         registry = self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=BUCKETS_S)
         ProcessCollector(registry=registry)
-        Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
+        gauge("kvbridge_build_info", "1", ["version"]).labels(version("kvbridge")).set(1)
         self._codes = set(CAUSES)  # codes from peers cannot crowd these out
-        self._chunks = Counter("kvbridge_chunks_total", "Chunks moved", ["role"], registry=registry)
-        self._bytes = Counter("kvbridge_wire_bytes_total", "Bytes, in the wire's codec", ["role"], registry=registry)
+        self._chunks = counter("kvbridge_chunks_total", "Chunks moved", ["role"])
+        self._bytes = counter("kvbridge_wire_bytes_total", "Bytes, in the wire's codec", ["role"])
         text = "The same bytes, by the route they took and by how they were converted"
         labels = ["role", "route", "conversion"]
-        self._routed = Counter("kvbridge_route_bytes_total", text, labels, registry=registry)
+        self._routed = counter("kvbridge_route_bytes_total", text, labels)
         text = "Stages of requests that ended: until both sides had met, until bytes could move, until all had"
-        self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
+        self._stage_s = histogram("kvbridge_stage_seconds", text, ["role", "stage"])
         # To find a metric by its labels takes longer than to count, so those of each request are remembered.
         self._chunks_of, self._bytes_of = cache(self._chunks.labels), cache(self._bytes.labels)
         self._routed_of, self._stage_of = cache(self._routed.labels), cache(self._stage_s.labels)
         text = "Spans of requests that were sent to otlp_endpoint, or dropped"
-        self._spans = Counter("kvbridge_spans_total", text, ["outcome"], registry=registry)
+        self._spans = counter("kvbridge_spans_total", text, ["outcome"])
         text = "Handshakes with other agents: open, or the code of the failure"
-        self._handshakes = Counter("kvbridge_handshakes_total", text, ["role", "outcome"], registry=registry)
-        self._wants = Counter("kvbridge_wants_total", "Wants that ended", ["outcome"], registry=registry)
+        self._handshakes = counter("kvbridge_handshakes_total", text, ["role", "outcome"])
+        self._wants = counter("kvbridge_wants_total", "Wants that ended", ["outcome"])
         text = "From when a transfer's last rows were computed until they had been carried"
-        self._carry_s = Histogram("kvbridge_carry_seconds", text, buckets=SECONDS, registry=registry)
+        self._carry_s = histogram("kvbridge_carry_seconds", text)
         self._wants_of = cache(self._wants.labels)
-        self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
-        self._offers = Counter("kvbridge_offers_released_total", "Offers that ended", ["code"], registry=registry)
+        self._want_s = histogram("kvbridge_want_seconds", "From want to done")
+        self._offers = counter("kvbridge_offers_released_total", "Offers that ended", ["code"])
         self._offers_of = cache(self._offers.labels)
-        self._settled = Counter("kvbridge_transfers_settled_total", "Transfers a receiver confirmed", registry=registry)
-        self._gather_s = Counter("kvbridge_gather_seconds_total", "Time spent gathering", registry=registry)
+        self._settled = counter("kvbridge_transfers_settled_total", "Transfers a receiver confirmed")
+        self._gather_s = counter("kvbridge_gather_seconds_total", "Time spent gathering")
         name, text = "kvbridge_prompts_computed_here_total", "Prompts that our engine computed itself"
-        self._here = Counter(name, text, ["reason"], registry=registry)
+        self._here = counter(name, text, ["reason"])
         name, text = "kvbridge_prompt_tokens_computed_here_total", "Prompt tokens that our engine computed itself"
-        self._tokens_here = Counter(name, text, ["reason"], registry=registry)
-        text = "Prompt tokens that came by the bridge"
-        self._fetched = Counter("kvbridge_prompt_tokens_fetched_total", text, registry=registry)
-        self._late = Counter("kvbridge_late_writes_total", "Writes that landed and did not count", registry=registry)
+        self._tokens_here = counter(name, text, ["reason"])
+        self._fetched = counter("kvbridge_prompt_tokens_fetched_total", "Prompt tokens that came by the bridge")
+        self._late = counter("kvbridge_late_writes_total", "Writes that landed and did not count")
         text = "Read leases whose blocks were kept until they ended, because receivers did not confirm"
-        self._leases_unconfirmed = Counter("kvbridge_leases_unconfirmed_total", text, registry=registry)
+        self._leases_unconfirmed = counter("kvbridge_leases_unconfirmed_total", text)
         text = "Pulled chunks of which receiver and sender compared the digest"
-        self._compared = Counter("kvbridge_chunks_compared_total", text, ["role"], registry=registry)
+        self._compared = counter("kvbridge_chunks_compared_total", text, ["role"])
         text = "Sampled chunks whose sender did not send its digest in time"
-        self._uncompared = Counter("kvbridge_chunks_uncompared_total", text, registry=registry)
+        self._uncompared = counter("kvbridge_chunks_uncompared_total", text)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
-        self._differing = Counter("kvbridge_digest_mismatches_total", text, ["role"], registry=registry)
-        for counter in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
+        self._differing = counter("kvbridge_digest_mismatches_total", text, ["role"])
+        for by_role in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
             for role in ("sender", "receiver"):
-                counter.labels(role)
+                by_role.labels(role)
         for role in ("sender", "receiver"):
             self._handshakes.labels(role, "open")
         text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
-        self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
-        what = "Times slots or the fabric were replaced"
-        self._rebuilds = Counter("kvbridge_rebuilds_total", what, ["replaced"], registry=registry)
+        self._engine = gauge("kvbridge_engine_info", text, labels)
+        self._rebuilds = counter("kvbridge_rebuilds_total", "Times slots or the fabric were replaced", ["replaced"])
         for replaced in get_args(Replaced):
             self._rebuilds.labels(replaced)
-        self._rejected = Counter("kvbridge_rejected_messages_total", "Messages dropped", ["code"], registry=registry)
+        self._rejected = counter("kvbridge_rejected_messages_total", "Messages dropped", ["code"])
         failpoints = "Armed: this agent was started to fail, for a test"
-        self._failpoints = Counter("kvbridge_failpoints_total", failpoints, ["armed"], registry=registry)
-        self._refused = Counter("kvbridge_refused_total", "Engines and peers refused", ["code"], registry=registry)
+        self._failpoints = counter("kvbridge_failpoints_total", failpoints, ["armed"])
+        self._refused = counter("kvbridge_refused_total", "Engines and peers refused", ["code"])
 
     def watch(self, gauges: Gauges, sessions: Mapping[Role, Callable[[], Iterable[Session]]]) -> None:
         """Add these gauges, and the rates of open `sessions`. They are read on another thread, when Prometheus asks.

@@ -95,9 +95,7 @@ def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableT
 
 
 def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for is_name in (True, False, False, False):
-        table.add_column(no_wrap=is_name, overflow="fold")
+    table = _pairs(3)
     healthy = 0
     for path, answer in answers.items():
         if isinstance(answer, OperatorError):
@@ -252,7 +250,7 @@ def _transfers(status: Status) -> list[RenderableType]:
     for each in status.transfers[:ROWS]:
         done = f"{each.chunks} being read" if each.chunks_done is None else f"{each.chunks_done}/{each.chunks}"
         _add(table, each.role, each.state, done, f"{each.age_s:.1f} s", f"{each.request}, {each.peer}")
-    return [_title("transfers"), _indented(table), *_left_out(status.transfers)] if status.transfers else []
+    return _section("transfers", table, status.transfers)
 
 
 def _offers(status: Status) -> list[RenderableType]:
@@ -262,7 +260,7 @@ def _offers(status: Status) -> list[RenderableType]:
     for each in status.offers[:ROWS]:
         who = f"{each.request}, {each.peer or 'nobody'}"
         _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
-    return [_title("offers"), _indented(table), *_left_out(status.offers)] if status.offers else []
+    return _section("offers", table, status.offers)
 
 
 def _readers(status: Status) -> list[RenderableType]:
@@ -272,9 +270,7 @@ def _readers(status: Status) -> list[RenderableType]:
     for each in status.readers[:ROWS]:
         late = "" if each.over_s is None else f", to be closed for {each.over_s:.1f} s"
         _add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
-    if not status.readers:
-        return []
-    return [_title("readers of our engine's memory"), _indented(table), *_left_out(status.readers)]
+    return _section("readers of our engine's memory", table, status.readers)
 
 
 def _prompts(status: Status) -> list[RenderableType]:
@@ -289,14 +285,14 @@ def _prompts(status: Status) -> list[RenderableType]:
         others = {code: count for code, count in counts.released.items() if code != "served"}
         taken = f"{counts.released.get('served', 0):,} fetched{f'; {_each(others)}' if others else ''}"
         _add(rows, "offered", f"{sum(counts.released.values()):,} prompts: {taken}")
-    return [_title("prompts"), _indented(rows)] if rows.row_count else []
+    return _section("prompts", rows)
 
 
 def _errors(status: Status) -> list[RenderableType]:
     table = _table("when", "what", numbers=("when",), show_header=False)
     for error in reversed(status.errors):
         _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
-    return [_title("last errors"), _indented(table)] if status.errors else []
+    return _section("last errors", table)
 
 
 def _left_out(rows: Sized) -> list[RenderableType]:
@@ -313,7 +309,12 @@ def _counters(status: Status) -> list[RenderableType]:
     for name, value in sorted(status.counters.items()):
         if value:
             _add(table, f"{value:,.0f}", name)
-    return [_title("counters"), _indented(table)] if table.row_count else []
+    return _section("counters", table)
+
+
+def _section(title: str, table: Table, rows: Sized = ()) -> list[RenderableType]:
+    """Nothing if the table is empty. It has the first ROWS of `rows`."""
+    return [_title(title), _indented(table), *_left_out(rows)] if table.row_count else []
 
 
 def _title(text: str) -> Text:
@@ -329,11 +330,12 @@ def _table(*columns: str, numbers: Container[str], show_header: bool = True) -> 
     return table
 
 
-def _pairs() -> Table:
+def _pairs(values: int = 1) -> Table:
     """A table of names and values. A value too long for its line continues below itself."""
     rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    rows.add_column(no_wrap=True)
-    rows.add_column(overflow="fold")
+    rows.add_column(no_wrap=True, overflow="fold")
+    for _ in range(values):
+        rows.add_column(overflow="fold")
     return rows
 
 
