@@ -37,7 +37,7 @@ SERVICE = re.compile(
 SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
 FILES_OF_KEYS = ("key", "peers")  # one may be set to the key itself by mistake, which the log must not show
-LISTS = ("allowed_uids", "share_memory_uids", "routes", "dial")
+LIST_OPTIONS = ("allowed_uids", "share_memory_uids", "routes", "dial")
 OF_LIBRARIES = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_")  # variables that change what our libraries do
 Origin = Literal["default", "file", "environment", "flag"]
 
@@ -84,17 +84,15 @@ def resolve(
     return config, {name: said.get(name, Said(default, "default", "")) for name, default in defaults().items()}
 
 
-def socket_folders(environment: Mapping[str, str] | None = None) -> list[Path]:
+def socket_folders() -> list[Path]:
     """The folders where agents of this host usually listen: the default's, and that of KVBRIDGE_SOCKET."""
-    environment = os.environ if environment is None else environment
-    named = [AgentConfig().socket, environment.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
+    named = [AgentConfig().socket, os.environ.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
     return list(dict.fromkeys(Path(path).parent for path in named if path.startswith("/")))
 
 
-def of_libraries(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def of_libraries() -> dict[str, str]:
     """The variables that the libraries beneath us read, for `kvbridge doctor`. They are no options of ours."""
-    environment = os.environ if environment is None else environment
-    return {name: value for name, value in environment.items() if name.startswith(OF_LIBRARIES)}
+    return {name: value for name, value in os.environ.items() if name.startswith(OF_LIBRARIES)}
 
 
 def supervision(environment: Mapping[str, str] | None = None) -> Supervision | None:
@@ -141,7 +139,7 @@ def _typed(name: str, said: Said) -> Any:
     if is_text and not value.isprintable():  # no NUL for the kernel, no undecodable bytes, no newline for the log
         raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {place}: must be printable text")
     plain: Any = value
-    if is_text and name in LISTS:
+    if is_text and name in LIST_OPTIONS:
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint_of(name), strict=origin == "file")
