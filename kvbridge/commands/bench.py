@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -20,11 +19,11 @@ from ..doctor.routes import why_not_here
 from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..oneline import plain
 from ..options import AgentConfig
+from ..values import Value
 from .console import stdout, write
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOutcome:
+class BenchOutcome(Value):
     """The result for a route: its paces, or why it does not exist here (`lacks`), or why it failed (`error`)."""
 
     route: Route

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from ..agent.journal import belongs, followed, meant, names_beside
 from ..errors import OperatorError
 from ..local_agents import ask_trace, found, raise_any, tried
 from ..oneline import plain
+from ..values import Value
 from .console import stdout, write
 
-MOST_ROUNDS = 8  # each answer may bring other names of the request, under which more agents may know it
+MOST_ASKINGS = 8  # each answer may bring other names of the request, under which more agents may know it
 MOST_LISTED = 16  # requests, where several have the id
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Value):
     """An entry, its agent, and the agent's request that it belongs to (or the transfer, if no request is known)."""
 
     agent: str
@@ -121,7 +120,7 @@ def _told(
 ) -> list[Trace]:
     """Everything known of the request under all its names: both engines have one for it, and so has each transfer."""
     count = 0
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MOST_ASKINGS):
         if count == len(names):
             break
         count = len(names)

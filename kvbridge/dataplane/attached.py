@@ -22,6 +22,7 @@ from ..exchange.session import AttachedEngine
 from ..failpoints import failpoint
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from ..transport.local import LocalConnection
+from ..values import Value
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -167,8 +168,7 @@ class Stoppable(Protocol):
     def stop(self) -> StopSending | StopReceiving | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class WaitFence:
+class WaitFence(Value):
     """Until the engine's stream has finished all work up to `count`, or `what` is to stop; resumed with None.
 
     EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
@@ -187,8 +187,7 @@ class WaitFence:
         return EngineError("fence_late", f"fence: {self.count} was not reached in time")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitEngineHeard:
+class WaitEngineHeard(Value):
     """Until the loop has read all that the engine had sent by `at`; resumed with None, or EngineError as above."""
 
     attached: AttachedMemory
@@ -203,8 +202,7 @@ class WaitEngineHeard:
         return EngineError("engine_unheard", "what the engine said was not heard in time")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitLease:
+class WaitLease(Value):
     """Until the lease covers `at`, or the transfer has ended; resumed with None, or EngineError as above."""
 
     attached: AttachedMemory
@@ -220,8 +218,7 @@ class WaitLease:
         return EngineError("lease_over", "the sender did not say in time that its blocks were still there")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitCopier:
+class WaitCopier(Value):
     """Until the copier may begin another move; resumed with None, or EngineError as above."""
 
     attached: AttachedMemory
@@ -236,8 +233,7 @@ class WaitCopier:
         return EngineError("too_many_moves", "other moves did not end in time")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitKernels:
+class WaitKernels(Value):
     """Until kernels are compiled, or failed to compile; resumed with None, or EngineError as above."""
 
     attached: AttachedMemory
@@ -252,15 +248,13 @@ class WaitKernels:
         return EngineError("not_compiled", "kernels were not compiled in time")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitMove:
+class WaitMove(Value):
     """Until the copier's move is over; resumed with Moved."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class WaitWrite:
+class WaitWrite(Value):
     """Until the write has ended or is late; resumed with the event. After WriteLate, wait again for the end."""
 
     fabric: Fabric

@@ -38,11 +38,11 @@ from ..exchange.orders import (
     TransferStage,
 )
 from ..geometry.tokens import BlockTable
+from ..values import Value
 from .attached import AttachedMemory
 
 
-@dataclass(frozen=True, slots=True)
-class SendSlot:
+class SendSlot(Value):
     """One slot that we gather into. `era` is the number of the `make` that made it."""
 
     index: int
@@ -132,8 +132,7 @@ class OrderedSend:
         return bool(self.ready and self.leases) and not self.is_broken and self.stop is None
 
 
-@dataclass(frozen=True, slots=True)
-class LeavingChunk:
+class LeavingChunk(Value):
     """A chunk on its way from the engine's blocks, through our slot `local`, to a slot that its receiver lent."""
 
     ordered: OrderedSend
@@ -350,8 +349,7 @@ class OrderedReceive:
     stop: StopReceiving | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LandedChunk:
+class LandedChunk(Value):
     """A chunk that landed and matched its order, on its way into the engine's blocks."""
 
     ordered: OrderedReceive

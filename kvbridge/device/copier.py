@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -22,12 +21,12 @@ from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part
+from ..values import Value
 from .memory import AttachedPool, PartSide, Templates
 from .staging import Staging
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Value):
     """A move is over. `digest` is of the bytes moved. With a `failure`, (code, reason), nothing of it counts."""
 
     ticket: int

@@ -10,11 +10,11 @@ import ctypes
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import OperatorError
+from ..values import Value
 
 KERNEL_GPUS = Path("/proc/driver/nvidia/gpus")
 IPC_HANDLE_BYTES = 64
@@ -30,8 +30,7 @@ class CudaError(OperatorError):
         self.result = result
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Value):
     """A device of this process. Its context lives as long as the process: nothing here releases it."""
 
     ordinal: int
@@ -96,8 +95,7 @@ def can_access_peer(gpu: Gpu, peer: str) -> bool | None:
     return peer == gpu.uuid or bool(_call("cuDeviceCanAccessPeer", ours, theirs))
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(Value):
     """What the driver knows about an address. Base and size of virtual memory are of one physical piece."""
 
     base: int

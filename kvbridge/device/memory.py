@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -24,6 +23,7 @@ from ..geometry.compat import check_pool, extent
 from ..geometry.overlap import overlaps
 from ..geometry.plan import Move, Part
 from ..geometry.wire import ROW_SCALED, ROW_SCALES, base_name, scales_of
+from ..values import Value
 from .mapping import HostMappings, Mappings, mappings_for, peer_mappings_for
 
 
@@ -167,8 +167,7 @@ class PartSide(NamedTuple):
     part: Part
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
+class _Template(Value):
     """A prepared move. `lists`: for each memory, group and unit of each of its lists of places."""
 
     attached: Sequence[AttachedPool]

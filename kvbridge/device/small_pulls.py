@@ -7,10 +7,10 @@ one launch, with their places one behind the other.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
 
 from kvbridge_kernels.prepared import Placed, joined
 
+from ..values import Value, replace
 from .memory import AttachedPool
 
 # Chunks up to this size wait for others. The kernel of a larger one takes about as long as its launch from Python.
@@ -19,8 +19,7 @@ MOST_TOGETHER_BYTES = 32 << 20  # in one launch, so that the first of them does 
 MOST_SMALL_PULLS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SmallPull:
+class SmallPull(Value):
     """A pull from the memory of `sender` into `receiver`, with a ticket for each chunk.
 
     At most `most` chunks like these can share launches.

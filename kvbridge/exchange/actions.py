@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvbridge_proto.engine import ToEngine
 from kvbridge_proto.peer import Body, ProcessCard
 
+from ..values import Value
 from .orders import ReceivingOrder, SendingOrder
 from .session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Value):
     """Open a session with the agent at this address, or report at once the one that is open."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Value):
     """Send Hello again to a peer whose engine had not yet named all its ranks."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Value):
     """Send to the peer: an address we dialled (receiver), or the incarnation of one that dialled us (sender).
 
     `number` is that of the want whose rows the body claims; 0 of anything else.
@@ -37,15 +33,13 @@ class Send:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Value):
     """Send to our engine."""
 
     message: ToEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(Value):
     """A claim has met its offer: this transfer takes so much of the offer of this number."""
 
     transfer: str
@@ -54,15 +48,13 @@ class Met:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unconfirmed:
+class Unconfirmed(Value):
     """The receiver never said that it had finished, so blocks were kept until its read lease ended."""
 
     transfer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
+class Carried(Value):
     """This much came to the receiver's engine or slots, or was read by it, over this session."""
 
     session: Session
@@ -70,24 +62,21 @@ class Carried:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Value):
     """This many chunks were compared with the sender's, and so many differ."""
 
     chunks: int
     differing: int
 
 
-@dataclass(frozen=True, slots=True)
-class WatchProcess:
+class WatchProcess(Value):
     """See when this process of the sender ends (`Receiver.cannot_write`)."""
 
     process: ProcessCard
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Uncompared:
+class Uncompared(Value):
     """The sender sent no digests of this many sampled chunks in time."""
 
     transfer: str

@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvbridge_proto.peer import Route, SlotLease, Sum
@@ -15,21 +14,19 @@ from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part, Plan
 from ..geometry.tokens import BlockTable
+from ..values import Value
 from .session import EngineMemoryId
 
 Failure = tuple[str, str] | None  # (code, reason)
 
 
-class Order:
+class Order(Value):
     """What the exchange gives to the data plane."""
-
-    __slots__ = ()
 
 
 # To the data plane of a sender:
 
 
-@dataclass(frozen=True, slots=True)
 class SendOrder(Order):
     """Gather the chunks of a transfer in order, and write each into a slot lent by the receiver.
 
@@ -46,7 +43,6 @@ class SendOrder(Order):
     digest_kind: str
 
 
-@dataclass(frozen=True, slots=True)
 class Progress(Order):
     """The first `ready` chunks are in these blocks of our engine once its fence has reached `fence`."""
 
@@ -56,7 +52,6 @@ class Progress(Order):
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
 class Credit(Order):
     """The receiver lends these slots, for one write each."""
 
@@ -64,7 +59,6 @@ class Credit(Order):
     leases: tuple[SlotLease, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class StopSending(Order):
     """Gather nothing more for this transfer, and end its waits for the engine's fence. What has begun goes on."""
 
@@ -73,7 +67,6 @@ class StopSending(Order):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class Digest(Order):
     """Digest a chunk that its receiver has read; `read` is the receiver's digest. Needs no slot.
 
@@ -88,7 +81,6 @@ class Digest(Order):
     read: Sum
 
 
-@dataclass(frozen=True, slots=True)
 class Watch(Order):
     """Report when our engine's fence reaches this count: receivers wait for tokens computed by then."""
 
@@ -98,7 +90,6 @@ class Watch(Order):
 # To the data plane of a receiver:
 
 
-@dataclass(frozen=True, slots=True)
 class ReceiveOrder(Order):
     """Move the chunks of a transfer from our slots into the engine's blocks, once its fence has reached `fence`.
 
@@ -120,7 +111,6 @@ class ReceiveOrder(Order):
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
 class Lend(Order):
     """The sender may write these slots, each once. Given before the sender hears of it."""
 
@@ -128,7 +118,6 @@ class Lend(Order):
     leases: tuple[SlotLease, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class StopReceiving(Order):
     """Begin nothing more for this transfer, and end its waits for the engine's fence. Moves under way go on."""
 
@@ -148,7 +137,6 @@ class Lease(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class Pull(Order):
     """Read chunks [first_chunk, end_chunk) from the blocks of the sender's engine into ours, on the route `pull`.
 
@@ -173,7 +161,6 @@ class Pull(Order):
 SendingOrder = SendOrder | Progress | Credit | StopSending | Digest | Watch
 
 
-@dataclass(frozen=True, slots=True)
 class Fill(Order):
     """Write zeros to rows of our engine's blocks that no sender has (geometry/unfilled.py). Stopped as a transfer is.
 
@@ -190,14 +177,12 @@ class Fill(Order):
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
 class Warm(Order):
     """Begin to compile the kernels that parts like these need."""
 
     parts: Sequence[Part]
 
 
-@dataclass(frozen=True, slots=True)
 class WarmPull(Order):
     """The same for pulls of (the sender's, our) parts, with a digest or without (`kinds`)."""
 
@@ -213,8 +198,7 @@ ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull | Fill | Warm | Warm
 TransferStage = Literal["gathering", "computed", "gathered", "landed", "reading", "read"]
 
 
-@dataclass(frozen=True, slots=True)
-class StageReached:
+class StageReached(Value):
     """A transfer reached this stage at `at`, with `chunks` chunks behind it. For the journal; comes with a report.
 
     A sender's stages: `gathering` (the first gather began), `computed` (the last one began: all rows are computed),
@@ -227,15 +211,13 @@ class StageReached:
     chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class RouteReport:
+class RouteReport(Value):
     """What only the transfer's route understands."""
 
     transfer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(Value):
     """A chunk failed, or may have failed. Others of the transfer may be under way."""
 
     transfer: str
@@ -243,8 +225,7 @@ class Broken:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(Value):
     """After a Stop: this transfer no longer touches the engine's blocks or slots, and never will."""
 
     transfer: str
@@ -253,12 +234,10 @@ class Quiet:
 # From the data plane of a sender:
 
 
-@dataclass(frozen=True, slots=True)
 class Gathered(RouteReport):
     """The engine's blocks are no longer read for this transfer. Its writes may be under way."""
 
 
-@dataclass(frozen=True, slots=True)
 class Shipped(RouteReport):
     """`chunks` more chunks are in the receiver's slots. `gather_s` has the seconds each gather took."""
 
@@ -267,12 +246,10 @@ class Shipped(RouteReport):
     gather_s: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Sent(RouteReport):
     """All chunks are in the receiver's slots."""
 
 
-@dataclass(frozen=True, slots=True)
 class Digested(RouteReport):
     """Our digest of a chunk (`found`) and the receiver's (`read`); or why there is none."""
 
@@ -281,15 +258,13 @@ class Digested(RouteReport):
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class FenceReached:
+class FenceReached(Value):
     """Our engine's fence has reached the count of a `Watch`, or the wait for it ended."""
 
 
 # From the data plane of a receiver:
 
 
-@dataclass(frozen=True, slots=True)
 class Landed(RouteReport):
     """Writes under these leases have arrived whole and their slots are no longer read; `chunks` are in the blocks."""
 
@@ -298,29 +273,25 @@ class Landed(RouteReport):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Value):
     """A notice came that matches no order."""
 
     transfer: str
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(Value):
     """A notice could not be decoded."""
 
     code: str
 
 
-@dataclass(frozen=True, slots=True)
 class Summed(RouteReport):
     """Digests of chunks to compare, while later chunks of their `Pull` are still read."""
 
     digests: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class Pulled(RouteReport):
     """The chunks of a `Pull` are in our engine's blocks. Or why it failed.
 
@@ -337,8 +308,7 @@ class Pulled(RouteReport):
 SendingReport = StageReached | Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(Value):
     """The rows of a `Fill` are zeros. Or why not."""
 
     transfer: str

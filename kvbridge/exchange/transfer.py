@@ -19,6 +19,7 @@ from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, RouteToSend
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import TRANSFER_TABLE, OfferState, TransferEvent, TransferState, WantState
+from ..values import Value
 from .actions import Action
 from .containers import Deadlines
 from .orders import Failure, RouteReport
@@ -162,8 +163,7 @@ class IncomingTransfer(Transfer):
 Writers = ProcessCard | Literal["far", "all"]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTransfers:
+class OpenTransfers(Value):
     """What a receiver shares with its routes: its transfers, sessions by address, and deadlines (kind, name)."""
 
     transfers: dict[str, IncomingTransfer]

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
 from ..cache_kinds import RAW
+from ..values import Value
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
@@ -39,8 +40,7 @@ from .wire import (
 Conversion = Literal["none", "layout", "codec"]  # what happens to rows: nothing, other places, or other numbers as well
 
 
-@dataclass(frozen=True, slots=True)
-class Same:
+class Same(Value):
     """Nothing has to be converted."""
 
     conversion: ClassVar[Conversion] = "none"
@@ -54,8 +54,7 @@ class Convertible:
     conversion: Conversion = field(default="layout", compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Incompatible:
+class Incompatible(Value):
     """Nothing can be moved. `reasons` name each field and both values."""
 
     reasons: tuple[str, ...]
@@ -233,8 +232,7 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             yield from _if_other("parts", *said, f"layer {layer}", SAME_MODEL)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlanes:
+class RowPlanes(Value):
     """A plane of rows, and the plane of their scales if there is one."""
 
     plane: Plane

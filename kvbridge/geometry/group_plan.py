@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Group, GroupKind, Shard
 
 from ..cache_kinds import first_kept, is_late
+from ..values import Value
 from .check import is_beside
 from .plane_pair import PlanePair, split_heads
 from .tokens import TokenShard
@@ -60,8 +61,7 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
     return first_kept(group.kind, group.window, end_token, border_tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupTemplate:
+class GroupTemplate(Value, eq=False):
     """A group plan before its tokens are known. `first_pair` is where its pairs begin among those of the plan.
 
     `alike` has the same pairs apart by what one launch moves; it is empty if they are all alike.
@@ -143,8 +143,7 @@ class GroupTemplate:
         return GroupPlan(*of, self.units, span, bands, chunks, span_bytes, total_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Units:
+class Units(Value, eq=False):
     """The units in which the pairs of a group plan move: for each pair, its tokens and its bytes."""
 
     tokens: Numbers

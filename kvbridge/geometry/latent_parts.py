@@ -7,11 +7,10 @@ becomes a plain plane. No later code knows of latents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 from kvbridge_proto.pool import Codec, Plane, Step
 
+from ..values import Value
 from .wire import PLAIN
 
 LATENT_FP8 = "fp8_ds_mla"
@@ -19,8 +18,7 @@ TILE_WIDTH = 128
 ROPE_WIDTH = 64
 
 
-@dataclass(frozen=True, slots=True)
-class LatentPart:
+class LatentPart(Value):
     """One part of every row of a plane, all in one codec, as a plane. `scale` holds the scales of its rows."""
 
     plane: Plane

@@ -11,12 +11,12 @@ groups over each other). This holds only if both have the same block stride, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
 from kvbridge_proto.pool import Plane, Pool
 
+from ..values import Value
 from .check import shortened
 
 # The most comparisons for one pool, some microseconds each. The pools of engines need some hundreds.
@@ -27,8 +27,7 @@ FEW_UNITS = 4
 Strides = tuple[tuple[int, int], ...]  # (stride, count) of each step, the largest stride first
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(Value):
     """Runs of `run` bytes. The first is at `start`; from there to the end of the last there are `cover` bytes."""
 
     start: int

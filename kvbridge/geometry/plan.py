@@ -22,6 +22,7 @@ from kvbridge_proto.pool import Codec, Group, Plane, Pool
 
 from ..cache_kinds import is_late
 from ..errors import KVBridgeError, OperatorError, PeerError
+from ..values import Value
 from .coalesce import coalesce
 from .group_plan import ALIGN as ALIGN
 from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
@@ -66,8 +67,7 @@ class Move:
         return is_same and self.scale is None and not self.rotates
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Value):
     """Plane pairs [first_pair, end_pair) for local tokens [first_local, end_local) of a group plan.
 
     It may be gathered once `needs_tokens` tokens are there and, if it `is_late`, no more will come.
@@ -137,8 +137,7 @@ class Plan:
         return chunk
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(Value, eq=False):
     """One chunk as one side of a plan sees it; `tables` are that side's block tables, by group."""
 
     plan: Plan
@@ -187,8 +186,7 @@ class Part:
         return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, rows, self.is_sender
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanTemplate:
+class PlanTemplate(Value, eq=False):
     """What all plans of the same rows share, whatever their tokens. `digest` covers everything."""
 
     pairs: tuple[PlanePair, ...]

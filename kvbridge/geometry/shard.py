@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
 
@@ -14,13 +13,13 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
+from ..values import Value
 from .layers import align, align_all, unfilled
 from .tokens import TokenShard
 from .wire import counterpart, is_scale
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Value):
     """Layers [first_layer, end_layer) x heads [first_head, end_head) of one part."""
 
     first_layer: int
@@ -120,8 +119,7 @@ def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
     return _of_all_parts(takes, wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Value):
     """The senders that hold the same tokens. `tokens` names these tokens, unless every sender holds all."""
 
     senders: frozenset[int]

@@ -6,11 +6,12 @@ A value is made from its (layer, part, head, token, element), so a value in the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
 from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+
+from ..values import Value
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 BITS = {1: torch.uint8, 2: torch.int16}  # integers of as many bytes
@@ -64,8 +65,7 @@ class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRows:
+class DemoRows(Value):
     """What `put` writes into one plane: values [T, H, E] at blocks [T] and offsets [T]."""
 
     plane: torch.Tensor

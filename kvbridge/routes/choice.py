@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 
 from kvbridge_proto.peer import Probe, Route
 
@@ -20,6 +19,7 @@ from ..dataplane.resources import Resources
 from ..device.staging import Span, lane_of
 from ..errors import FabricError
 from ..exchange.route import Routed, Site
+from ..values import Value
 from .pull import job as pull
 from .rate import MOST_PROBE_BYTES, PROBE_S, fastest, growing, is_slow
 from .slots.slot_routes import DirectRoute, HostRoute, Landing, NixlRoute, SlotRoute, Target
@@ -58,8 +58,7 @@ def _why_not(route: Route, sender: Site, receiver: Site) -> str:
     return f"{route}: {reason}" if reason else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Value):
     """The route that was proved, and the serial under which to give it up."""
 
     routed: Routed

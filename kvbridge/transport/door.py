@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -40,6 +39,7 @@ from msgspec import structs
 from ..errors import PeerError
 from ..failpoints import failpoint
 from ..unix_socket import close_fds, credentials_of
+from ..values import Value, replace
 from .framed import Connection
 from .local import Server, file_of, is_allowed
 from .lock import KERNEL, Lock
@@ -66,8 +66,7 @@ REFUSALS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(Value):
     """One epoch's memory as it is handed over. The owner keeps the fds open until `MemoryDoor.end` has returned."""
 
     epoch: int
@@ -75,8 +74,7 @@ class Shared:
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Value):
     """A process that has our engine's memory mapped. `over_at` is when it was told to close it, None before."""
 
     pid: int

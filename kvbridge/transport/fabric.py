@@ -7,29 +7,26 @@ only when the initiator polls the write to its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import FabricError
+from ..values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Wrote:
+class Wrote(Value):
     """The write succeeded: data and notice are at the peer, and the local bytes may be reused."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(Value):
     """The write failed: some, all or none of its bytes are at the peer, no notice. The local bytes may be reused."""
 
     id: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLate:
+class WriteLate(Value):
     """The write's deadline passed, or its peer is distrusted. Reported once.
 
     It still reads the local and writes the remote bytes: reuse neither.
@@ -40,8 +37,7 @@ class WriteLate:
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Noticed:
+class Noticed(Value):
     """A notice reached us, after the data it came with. Anyone who knows our descriptor can send one."""
 
     payload: bytes

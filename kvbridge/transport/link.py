@@ -14,6 +14,7 @@ from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye
 
 from ..states import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
+from ..values import Value
 from .framed import Connection
 
 PING_S = 1.0
@@ -140,23 +141,20 @@ class Settings:
         return min(PING_S, self.silence_s / 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
+class Reached(Value):
     """A dialled link is up: what is sent now leaves at once."""
 
     link: Link
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Value):
     """A message for us from the link's incarnation. Control handles pings and pongs without an event."""
 
     link: Link
     envelope: Envelope
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Value):
     """A link ended. Reported once: nothing more comes from it, and what is sent on it is dropped.
 
     `code` is one of bad_address, peer_unreachable, too_many_links, peer_disconnected, peer_silent, peer_restarted,
@@ -168,8 +166,7 @@ class Lost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Value):
     """Input that was dropped because it is no message for us. `link` is None if it belongs to none."""
 
     link: Link | None

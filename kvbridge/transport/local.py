@@ -11,7 +11,6 @@ import socket
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -20,6 +19,7 @@ from kvbridge_proto.engine import Detached, Number, Refused, ToAgent, ToEngine
 from msgspec import Struct
 
 from ..errors import OperatorError
+from ..values import Value
 from .framed import Connection
 from .lock import Lock
 
@@ -151,8 +151,7 @@ class Server(ABC, Generic[C]):
             self._socket = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unfit:
+class Unfit(Value):
     """An offer or a want with a field out of bounds. The connection goes on, since its frame is whole."""
 
     kind: str

@@ -23,13 +23,14 @@ INSIDE = {
     "kvbridge.oneline",
     "kvbridge.states",
     "kvbridge.unix_socket",
+    "kvbridge.values",
     "kvbridge.device.handles",
     "kvbridge.device.fence",
 }
 # What both the data plane and the rest of an agent are made of.
 BESIDE = {
     *("kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.options", "kvbridge.unix_socket"),
-    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.device", "kvbridge.transport"),
+    *("kvbridge.values", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.device", "kvbridge.transport"),
 }
 
 
@@ -49,6 +50,7 @@ ROOMS = {
     "kvbridge.errors": Room(),
     "kvbridge.oneline": Room(),
     "kvbridge.unix_socket": Room(),
+    "kvbridge.values": Room(third={"msgspec"}),
     "kvbridge.descriptors": Room(),
     "kvbridge.failpoints": Room({"kvbridge.errors"}),
     "kvbridge.options": Room({"kvbridge_proto"}, {"msgspec"}),
@@ -56,17 +58,21 @@ ROOMS = {
     "kvbridge.local_agents": Room(
         {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"}, {"msgspec"}
     ),
-    "kvbridge.geometry": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors"}, {"msgspec", "numpy"}),
+    "kvbridge.geometry": Room(
+        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.values"}, {"msgspec", "numpy"}
+    ),
     "kvbridge.states": Room(),
     "kvbridge.exchange": Room(
-        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"},
+        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"}
+        | {"kvbridge.values"},
         {"msgspec", "numpy"},
     ),
     "kvbridge.device": Room(
-        {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
+        {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry", "kvbridge.values"},
+        {"torch", "numpy", "cuda"},
     ),
     "kvbridge.transport": Room(
-        {f"kvbridge.{name}" for name in ("errors", "descriptors", "failpoints", "states", "unix_socket")}
+        {f"kvbridge.{name}" for name in ("errors", "descriptors", "failpoints", "states", "unix_socket", "values")}
         | {"kvbridge_proto"},
         {"msgspec", "numpy", "zmq", "nixl", "uvloop"},
     ),
@@ -83,7 +89,8 @@ ROOMS = {
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
     ),
     "kvbridge.proxy": Room(
-        {"kvbridge.errors", "kvbridge.oneline", "kvbridge.descriptors"}, {"prometheus_client", "aiohttp", "msgspec"}
+        {"kvbridge.errors", "kvbridge.oneline", "kvbridge.descriptors"},
+        {"prometheus_client", "aiohttp", "msgspec"},
     ),
 }
 TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback")  # may import any room
@@ -91,7 +98,7 @@ EVERY = (*ROOMS, *TOP)
 
 PURE = (
     *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
-    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
+    *("kvbridge.values", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
     *(f"kvbridge.routes.{name}" for name in ("halves", "pull.halves", "slots.halves", "slots.receive_slots")),
     "kvbridge.dataplane.orders",
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
@@ -105,6 +112,7 @@ LIGHT = (
     "kvbridge.errors",
     "kvbridge.failpoints",
     "kvbridge.unix_socket",
+    "kvbridge.values",
     "kvbridge.device.handles",
     "kvbridge.adapters.engine",
 )

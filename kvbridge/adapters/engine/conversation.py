@@ -7,7 +7,6 @@ ends exactly once, with one `Ended` under its number. Then its blocks are the en
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -47,6 +46,7 @@ from msgspec.structs import replace
 from ...device.fence import EngineFence
 from ...device.handles import export_all
 from ...errors import EngineError
+from ...values import Value
 from .client import EngineClient
 from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
@@ -59,8 +59,7 @@ MOST_UNSENT = 1024  # `Computed` messages kept while there is no agent to count 
 Kind = Literal["offer", "want"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Value):
     """An offer or a want is over, and its blocks are the engine's again.
 
     `code` is empty if everything was carried: all receivers have read the offer, or the want's rows are in its blocks.
@@ -431,7 +430,7 @@ def outdated(ended: Ended) -> Ended:
     if ended.kind == "offer" or not ended.is_good:
         return ended
     reason = "its rows came, but the weights have changed since it was wanted"
-    return dataclasses.replace(ended, code="other_weights", reason=reason)
+    return replace(ended, code="other_weights", reason=reason)
 
 
 def nothing_of(want: Want) -> Want:

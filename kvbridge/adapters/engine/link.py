@@ -21,7 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, NewEpoch, Refused, Rescaled, ToAgent, ToEngine
 from msgspec.structs import replace
@@ -29,6 +28,7 @@ from msgspec.structs import replace
 from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
 from ...states import LINK_TABLE, LinkEvent, LinkState
+from ...values import Value
 from .client import EngineClient
 
 ATTACH_RETRY_S = 1.0
@@ -41,15 +41,13 @@ LEFT_S = 0.01  # how long that thread leaves the link alone while the engine is 
 PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})
 
 
-@dataclass(frozen=True, slots=True)
-class ReadsOver:
+class ReadsOver(Value):
     """The connection is lost. Whatever is read of its offers from here on does not count."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(Value):
     """The connection is over. No request made over it will be answered, and nothing touches our memory any more."""
 
     why: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -11,6 +10,7 @@ from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Model, Plane, P
 from msgspec.structs import replace
 
 from ...errors import OperatorError
+from ...values import Value
 from .records import Heads
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
@@ -23,8 +23,7 @@ CODEC_OF: dict[torch.dtype, CodecName] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Value):
     """`storages[i]` holds region i of the pool. They stay allocated until the agent has let go of them."""
 
     pool: Pool

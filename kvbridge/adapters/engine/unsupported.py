@@ -7,9 +7,9 @@ the model's config.json. So both say the same. To carry a kind, delete its line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...errors import OperatorError
+from ...values import Value
 
 OTHER = {
     "vllm": "another connector until then: vLLM's NixlConnector carries most of these",
@@ -21,8 +21,7 @@ ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
 DRAFT_POOLS = ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8", "MLATokenToKVPool", "DSATokenToKVPool")
 
 
-@dataclass(frozen=True, slots=True)
-class Unsupported:
+class Unsupported(Value):
     """`missing` ends the sentence "kvbridge cannot carry ...". `helps` is by engine; where it is not, nothing helps."""
 
     missing: str
