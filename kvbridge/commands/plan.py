@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ from ..models.config import read
 from ..models.described import pools_of
 from ..models.engine_command import parse
 from ..oneline import plain
+from ..values import Value
 from .console import stdout, write, write_reasons
 
 SHOWN_CHUNKS = 8
 USUAL_SLOT_BYTES = 4 << 20
+Change = tuple[Difference, str]  # and what it means, "" if it makes the two pools incompatible
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedPart:
+class PlannedPart(Value):
     """What one rank of the sender gives."""
 
     pool: Pool
@@ -40,21 +41,7 @@ class PlannedPart:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A difference between the two pools, and what it means. `words` is empty if it makes them incompatible."""
-
-    field: str
-    sender: str
-    receiver: str
-    place: str
-    needs: str
-    words: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSide:
+class EngineSide(Value):
     """The named ranks of one engine, and the smallest slot of those agents that were asked (None without any)."""
 
     pools: Sequence[Pool]
@@ -189,12 +176,8 @@ def _changes(found: Verdict, sender: Pool, receiver: Pool) -> list[Change]:
     """What is converted, or what prevents that. Nothing for malformed pools: the verdict says why."""
     if isinstance(found, Incompatible):
         is_nonsense = check_pool(sender) or check_pool(receiver)
-        return [] if is_nonsense else [_change(each, "") for each in obstacles(sender, receiver)]
-    return [_change(each, sentence(each, sender, receiver)) for each in changes(sender, receiver)]
-
-
-def _change(each: Difference, words: str) -> Change:
-    return Change(each.field, str(each.sender), str(each.receiver), each.place, each.needs, words, str(each))
+        return [] if is_nonsense else [(each, "") for each in obstacles(sender, receiver)]
+    return [(each, sentence(each, sender, receiver)) for each in changes(sender, receiver)]
 
 
 def _plain(
@@ -204,8 +187,10 @@ def _plain(
     return {
         "verdict": type(found).__name__,
         "code": failure.code if failure else "",
-        "reasons": list(failure.reasons) if failure else [each.text for each in said],
-        "changes": [{name: text for name, text in asdict(each).items() if name != "text"} for each in said],
+        "reasons": list(failure.reasons) if failure else [str(each) for each, _ in said],
+        "changes": [
+            {name: str(value) for name, value in asdict(each).items()} | {"words": words} for each, words in said
+        ],
         "receiver": _rank(receiver),
         "senders": [
             {
@@ -224,9 +209,9 @@ def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequen
     console = stdout()
     console.print(type(found).__name__, style="bold")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
-        for each in said:
-            console.print(f"  {plain(each.text)}")
-            console.print(f"    {plain(each.words)}", style="dim")
+        for each, words in said:
+            console.print(f"  {plain(str(each))}")
+            console.print(f"    {plain(words)}", style="dim")
     if parts:
         console.print(f"\nto {_rank(receiver)}")
     for part in parts:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvbridge_proto.pool import Codec, CodecName, Plane, Pool
 
+from ..values import Value
 from .compat import Difference, common_planes, form_of
 from .layers import align, unfilled
 from .wire import PLAIN, ROW_SCALED, base_name, is_rotated, is_same_row, is_same_scales, wire_codec
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Value):
     """The most by which a number x may be off after conversion to 8 bits with scale s, and where it saturates."""
 
     off_by: str
@@ -29,49 +28,30 @@ BOUNDS: dict[CodecName, Bound] = {
 
 def sentence(change: Difference, sender: Pool, receiver: Pool) -> str:
     """What happens because of one of the `changes` between two pools."""
-    return WORDS[change.field](change, sender, receiver)
+    words = WORDS[change.field]
+    return words if isinstance(words, str) else words(sender, receiver)
 
 
-def _tp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "each rank of the receiver takes its heads from the ranks that hold them"
-
-
-def _pp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "each rank of the receiver takes its layers from the ranks that hold them"
-
-
-def _cp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _cp_size(sender: Pool, receiver: Pool) -> str:
     ranks = sender.shard.cp_size
     if ranks == 1:
         return f"tokens are picked out at the sender: 1/{receiver.shard.cp_size} of them for each rank of the receiver"
     return f"a rank of the receiver takes the tokens that it keeps from each rank of the sender (1/{ranks} of all)"
 
 
-def _cp_interleave(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "a rank of the receiver takes from each rank of the sender the tokens that both keep"
-
-
-def _kind(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _kind(sender: Pool, receiver: Pool) -> str:
     windows = sorted({group.window for group in receiver.groups if group.window})
     return f"only the last {' or '.join(map(str, windows))} tokens of these layers travel"
 
 
-def _block_tokens(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "tokens get new places in the receiver's blocks; whole rows travel, not blocks"
-
-
-def _layout(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "rows are gathered in the sender's order and scattered in the receiver's"
-
-
-def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _layers(sender: Pool, receiver: Pool) -> str:
     if missing := unfilled((align(sender, receiver),), receiver):
         those = ", ".join(map(str, missing))
         return f"the sender lacks layers of the receiver's draft model ({those}): the prompt's rows there are zeros"
     return "layers that the receiver does not have stay where they are"
 
 
-def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _codec(sender: Pool, receiver: Pool) -> str:
     ours, theirs = _first(sender, receiver, lambda one, other: form_of(one) != form_of(other))
     wire = _wire(ours.codec, theirs.codec, is_rotated(ours.part) != is_rotated(theirs.part))
     verb = "converted" if PLAIN.get(base_name(theirs.codec), 1) > 1 else "quantized"
@@ -89,19 +69,19 @@ def _wire(sender: Codec, receiver: Codec, rotates: bool) -> Codec:
     return wire_codec(sender, 0, receiver, 0, 1, rotates)
 
 
-def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _scales(sender: Pool, receiver: Pool) -> str:
     _, theirs = _first(sender, receiver, lambda one, other: not is_same_scales(one.codec.scales, other.codec.scales))
     return f"requantized to the receiver's scales{_error(theirs.codec)}"
 
 
-def _rotation(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _rotation(sender: Pool, receiver: Pool) -> str:
     ours, theirs = _first(sender, receiver, lambda one, other: is_rotated(one.part) != is_rotated(other.part))
     wire = wire_codec(ours.codec, 0, theirs.codec, 0, 1, rotates=True)
     crossing = f"{wire.row_bytes} bytes of a row cross, {ours.codec.row_bytes} there and {theirs.codec.row_bytes} here"
     return f"rows are multiplied by a Hadamard matrix at the receiver; {crossing}{_error(theirs.codec)}"
 
 
-def _scale_codec(change: Difference, sender: Pool, receiver: Pool) -> str:
+def _scale_codec(sender: Pool, receiver: Pool) -> str:
     _, theirs = _first(sender, receiver, lambda one, other: one.codec.scale_codec != other.codec.scale_codec)
     return f"rows get scales of the receiver's form{_error(theirs.codec)}"
 
@@ -117,17 +97,17 @@ def _first(sender: Pool, receiver: Pool, is_other: Callable[[Plane, Plane], bool
     return next(pair for pair in common_planes(align(sender, receiver), receiver) if is_other(*pair))
 
 
-WORDS: dict[str, Callable[[Difference, Pool, Pool], str]] = {
-    "tp_size": _tp_size,
-    "pp_size": _pp_size,
+WORDS: dict[str, str | Callable[[Pool, Pool], str]] = {
+    "tp_size": "each rank of the receiver takes its heads from the ranks that hold them",
+    "pp_size": "each rank of the receiver takes its layers from the ranks that hold them",
     "cp_size": _cp_size,
-    "cp_interleave": _cp_interleave,
+    "cp_interleave": "a rank of the receiver takes from each rank of the sender the tokens that both keep",
     "kind": _kind,
-    "block_tokens": _block_tokens,
+    "block_tokens": "tokens get new places in the receiver's blocks; whole rows travel, not blocks",
     "codec": _codec,
     "scale_codec": _scale_codec,
     "rotation": _rotation,
     "scales": _scales,
-    "layout": _layout,
+    "layout": "rows are gathered in the sender's order and scattered in the receiver's",
     "layers": _layers,
 }
