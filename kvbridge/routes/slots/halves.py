@@ -42,6 +42,7 @@ from ...exchange.transfer import (
 )
 from ...geometry.plan import Plan
 from ...states import TransferState
+from ...values import Value
 from .receive_slots import ReceiveSlots
 
 MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
@@ -236,18 +237,15 @@ class SlotReceiving(ReceivingRoute):
         return self.unconfirmed.processes.union(each.process for each in sessions if each.process is not None)
 
     def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
-        return self.slots.quarantined(None if writers == "all" else self._written_by(writers))
+        return self.slots.quarantined(None if writers == "all" else self.unconfirmed.of(writers))
 
     def cannot_write(self, writers: Writers) -> None:
         if writers == "all":  # the slots are others
             self.unconfirmed.clear()
             self.slots.rebuilt()
         else:
-            for transfer in self._written_by(writers):
+            for transfer in self.unconfirmed.of(writers):
                 self.drain(transfer)
-
-    def _written_by(self, writers: ProcessCard | Literal["far"]) -> list[str]:
-        return list(self.unconfirmed.far) if writers == "far" else self.unconfirmed.of(writers)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -318,6 +316,20 @@ class IncomingBySlots(IncomingTransfer):
         return self.route.slots.has_out(self.transfer)  # else everything written under its leases has landed
 
 
+class UnconfirmedTransfer(Value):
+    """One ended transfer, and who may still write for it. `number` counts them as they come.
+
+    `is_far`: by our fabric only. `process` is the sender's, where we can see it.
+    """
+
+    address: str
+    incarnation: str
+    key: str
+    is_far: bool
+    process: ProcessCard | None
+    number: int
+
+
 class UnconfirmedTransfers:
     """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
 
@@ -328,11 +340,8 @@ class UnconfirmedTransfers:
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[str, str, str, int]] = {}  # by transfer: (address, incarnation, key, number)
-        self.far: set[str] = set()  # transfers whose sender writes through our fabric only
-        self._processes: dict[str, ProcessCard] = {}  # by transfer: its sender's, where we can see it
-        self._at: Counter[str] = Counter()  # how many, by address
-        self._last = 0  # they are numbered as they come
+        self._of: dict[str, UnconfirmedTransfer] = {}  # by transfer
+        self._last = 0
         # By agent: the number of the last transfer when it was asked. It is asked about all there are.
         self._asked: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
@@ -345,47 +354,32 @@ class UnconfirmedTransfers:
         is_far: bool = False,
         process: ProcessCard | None = None,
     ) -> None:
-        self.settle(transfer)
         self._last += 1
-        self._of[transfer] = address, incarnation, key, self._last
-        if is_far:
-            self.far.add(transfer)
-        if process is not None:
-            self._processes[transfer] = process
-        self._at[address] += 1
+        self._of.pop(transfer, None)  # the newest last
+        self._of[transfer] = UnconfirmedTransfer(address, incarnation, key, is_far, process, self._last)
 
     def settle(self, transfer: str) -> None:
-        if transfer not in self._of:
-            return
-        at, _, _, _ = self._of.pop(transfer)
-        self._at[at] -= 1
-        if not self._at[at]:
-            del self._at[at]
-        self.far.discard(transfer)
-        self._processes.pop(transfer, None)
-        if not self._of:
+        if self._of.pop(transfer, None) is not None and not self._of:
             self.clear()
 
     def clear(self) -> None:
         """Forget all: the slots they could write no longer exist."""
         self._of.clear()
-        self._at.clear()
         self._asked.clear()
-        self.far.clear()
-        self._processes.clear()
         self._last = 0
 
     @property
     def processes(self) -> set[ProcessCard]:
         """Whose end would prove something."""
-        return set(self._processes.values())
+        return {each.process for each in self._of.values() if each.process is not None}
 
-    def of(self, process: ProcessCard) -> list[str]:
-        """The transfers that this process may still write."""
-        return [transfer for transfer, its in self._processes.items() if its == process]
+    def of(self, writers: ProcessCard | Literal["far"]) -> list[str]:
+        """The transfers that this process may still write, or who does so by our fabric only."""
+        is_far = writers == "far"
+        return [name for name, each in self._of.items() if (each.is_far if is_far else each.process == writers)]
 
     def is_any(self, address: str) -> bool:
-        return address in self._at
+        return any(each.address == address for each in self._of.values())
 
     def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
         """This incarnation answers at the address: ask it about these, as (transfer, the sender's incarnation).
@@ -393,9 +387,9 @@ class UnconfirmedTransfers:
         These are its own transfers, and those of others that it may know to be dead.
         """
         found = [
-            (transfer, of)
-            for transfer, (at, of, its, _) in self._of.items()
-            if its == key and (of == incarnation or at == address or key)
+            (transfer, each.incarnation)
+            for transfer, each in self._of.items()
+            if each.key == key and (each.incarnation == incarnation or each.address == address or key)
         ]
         if any(of != incarnation for _, of in found):
             self._asked[_asked_as(address, incarnation, key)] = self._last
@@ -408,13 +402,14 @@ class UnconfirmedTransfers:
         """The same for one with an open session: only what it has not been asked about, as it ended later."""
         asked = self._asked.get(_asked_as(address, incarnation, key), 0)
         met = self.meet(address, incarnation, key)
-        return [(transfer, of) for transfer, of in met if self._of[transfer][3] > asked and of != incarnation]
+        return [(transfer, of) for transfer, of in met if self._of[transfer].number > asked and of != incarnation]
 
     def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
         """Whether this incarnation, by any link, may settle the transfer: it is the sender, or was asked."""
-        at, of, its, number = self._of.get(transfer, ("", "", "", 0))
-        asked = self._asked.get(_asked_as(at, incarnation, key), 0)
-        return bool(of) and key == its and (incarnation == of or number <= asked)
+        if (its := self._of.get(transfer)) is None:
+            return False
+        asked = self._asked.get(_asked_as(its.address, incarnation, key), 0)
+        return key == its.key and (incarnation == its.incarnation or its.number <= asked)
 
 
 def _asked_as(address: str, incarnation: str, key: str) -> tuple[str, str, str]:

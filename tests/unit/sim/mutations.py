@@ -175,7 +175,7 @@ def _drained_too_soon(right: Any, self: Sender, out: Any, code: str, reason: str
 @around(Receiver, "_lose")
 def _lost_is_gone(right: Any, self: Receiver, address: str, now: float) -> Any:
     hurt, half = right(self, address, now), by_slots(self)
-    for transfer in [transfer for transfer, (at, *_) in half.unconfirmed._of.items() if at == address]:
+    for transfer in [transfer for transfer, each in half.unconfirmed._of.items() if each.address == address]:
         half.slots.drain(transfer)
     return hurt
 
