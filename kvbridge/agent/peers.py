@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,8 +95,18 @@ class Peers:
         return addresses
 
     def statuses(self) -> list[PeerStatus]:
+        """One per agent that we fetch from and per agent that fetches from us."""
         name_of = self._control.trust.name_of
-        return peer_statuses(self.outgoing.sessions.values(), self.incoming.sessions.values(), name_of)
+        return [
+            *(
+                peer_status(each.session, each.address, f"sender {each.state.name.lower()}", each.link, name_of)
+                for each in self.outgoing.sessions.values()
+            ),
+            *(
+                peer_status(each.session, each.session.peer.address, "receiver open", each.link, name_of)
+                for each in self.incoming.sessions.values()
+            ),
+        ]
 
     # Callable from any thread: `list` copies atomically.
 
@@ -445,25 +455,12 @@ class IncomingPeers:
         self._doors.revoke(accepted.session)
 
 
-def peer_statuses(
-    dialled: Iterable[OutgoingPeer], accepted: Iterable[IncomingPeer], name_of: Callable[[str], str | None]
-) -> list[PeerStatus]:
-    """One line per agent that we fetch from and per agent that fetches from us."""
-    return [
-        *(
-            _peer(each.session, each.address, f"sender {each.state.name.lower()}", name_of(each.link.key), each.link)
-            for each in dialled
-        ),
-        *(
-            _peer(each.session, each.session.peer.address, "receiver open", name_of(each.link.key), each.link)
-            for each in accepted
-        ),
-    ]
-
-
-def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
+def peer_status(
+    session: Session | None, address: str, state: str, link: Link, name_of: Callable[[str], str | None]
+) -> PeerStatus:
+    key = name_of(link.key) or ""
     if session is None:
-        return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key or "")
+        return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key)
     rate = session.routed.rate
     return PeerStatus(
         name=session.peer.name,
@@ -474,7 +471,7 @@ def _peer(session: Session | None, address: str, state: str, key: str | None, li
         route=route_of(session)[:MOST_ROUTE],
         route_name=session.routed.route,
         bytes_per_s=rate.bytes_per_s if rate else None,
-        key=key or "",
+        key=key,
         has_pipe=link.sends_by_pipe,
         protocol=session.version,
     )

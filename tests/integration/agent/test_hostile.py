@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -18,13 +19,13 @@ from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from kvbridge.agent.logs import PlainFormatter
-from kvbridge.agent.peers import IncomingPeer, peer_statuses
+from kvbridge.agent.peers import peer_status
 from kvbridge.agent.status import transfers
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.exchange.orders import Dropped, Malformed
-from kvbridge.exchange.session import Session, hello
+from kvbridge.exchange.session import Session
 from kvbridge.geometry.compat import Convertible
-from kvbridge.routes.choice import Connected
+from kvbridge.transport.link import Link
 from kvbridge.transport.local import MAX_CONNECTIONS
 from testing.agents import Client, agent, attached
 from testing.halves import by_slots
@@ -44,8 +45,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown(world: World) -> None:
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256, sends_by_pipe=False)
-    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].engine))
-    (status,) = peer_statuses((), [accepted], {}.get)
+    status = peer_status(long, session.peer.address, "receiver open", cast(Link, link), {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
 
