@@ -81,7 +81,8 @@ class Clients:
                 try:
                     await self._hear(connection, message, fds)
                 finally:
-                    close_fds(fds)
+                    if fds:
+                        close_fds(fds)
         except BadFrame as error:
             self._metrics.rejected(error.code)
             log.warning("rejected a client: pid=%d code=%s %s", connection.pid, error.code, error)
