@@ -19,7 +19,7 @@ from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
 from testing.oracle import More, Shape, mla
 from testing.pools import ranks_of
 
-BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "fp4_mx_block16", "int4_row_scale")
+BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "fp4_mx_block16", "mxfp4", "int4_row_scale")
 LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 PACKED_LATENT: dict[CodecName, int] = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
 LAYOUTS = ("nhd", "packed_hnd", "cross_layer", "cpu_vec")
@@ -371,10 +371,14 @@ ROWS = (
     ),
     Row(
         "block scales",
-        "MXFP8, NVFP4, fp4_mx_block16 and int4 rows to the same dtype, any tensor parallel sizes",
+        "MXFP8, MXFP4, NVFP4, fp4_mx_block16 and int4 rows to the same dtype, any tensor parallel sizes",
         block_scales,
     ),
-    Row("other block scales", "MXFP8, NVFP4, fp4_mx_block16 or int4 rows to or from another dtype", other_block_scales),
+    Row(
+        "other block scales",
+        "MXFP8, MXFP4, NVFP4, fp4_mx_block16 or int4 rows to or from another dtype",
+        other_block_scales,
+    ),
     Row("latent ranks", "MLA latents, any tensor parallel sizes", latent_ranks, True),
     Row(
         "index keys",

@@ -97,14 +97,15 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     if engine == "sglang" and _is_packed_by_sglang(model, command):
         yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)
-    known = {*CODEC_OF_DTYPE, *CODEC_PER_TOKEN_HEAD, *PACKED}
-    if said not in known and not (said in BLOCK_SCALED[engine] and _takes_block_scales(model, command, said)):
+    plain = {*CODEC_OF_DTYPE, *CODEC_PER_TOKEN_HEAD, *PACKED}
+    if said not in plain and not (said in BLOCK_SCALED[engine] and _takes_block_scales(model, command, said)):
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
-    if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in CODEC_OF_DTYPE:
+    known = ("", "auto", *(("fp8", "mxfp4") if model.ratios else CODEC_OF_DTYPE))
+    if (model.index or model.ratios) and command.index_dtype not in known:
         yield OperatorError(
             "codec_unknown",
-            f"--attention-config.indexer_kv_dtype {command.index_dtype}: kvbridge carries index keys in bf16 and fp8; "
-            "needs one of these",
+            f"--attention-config.indexer_kv_dtype {command.index_dtype}: kvbridge carries index keys in "
+            f"{'fp8 and mxfp4' if model.ratios else 'bf16 and fp8'}; needs one of these",
         )
     cut = {layer.kv_heads for layer in model.layers if layer is not None and layer.kind not in ("mla", "state")}
     for heads in sorted(cut):
@@ -309,7 +310,9 @@ def _compressed_rows(
     raw, index_key = (RAW, ROTATED_INDEX_KEY) if is_sglang else ("", INDEX_KEY)
     states = [(f"{raw}compressor", width)]
     if ratio == 4:
-        for more, codec in (("", INDEX_KEYS), ("_scale", INDEX_SCALES)):
+        is_small = command.index_dtype == "mxfp4"
+        index = scaled_rows("mxfp4", INDEX_WIDTH) if is_small else (INDEX_KEYS, INDEX_SCALES)
+        for more, codec in zip(("", "_scale"), index, strict=True):
             yield (f"{index_key}{more}", codec), whole, ratio
         states.append((f"{raw}index_compressor", INDEX_WIDTH))
     for part, each in states:

@@ -30,6 +30,7 @@ CodecName = Literal[
     "mxfp8_e4m3",
     "nvfp4",
     "fp4_mx_block16",
+    "mxfp4",
     "fp8_ds_mla",
     "fp8_ds_v4",
     "fp8_ds_v41",
@@ -39,9 +40,9 @@ CodecName = Literal[
     "opaque",
 ]
 # Codecs with a scale of one byte for so many numbers of a row. They are copied, never converted.
-SCALE_BLOCK: dict[CodecName, int] = {"mxfp8_e4m3": 32, "nvfp4": 16, "fp4_mx_block16": 16}
+SCALE_BLOCK: dict[CodecName, int] = {"mxfp8_e4m3": 32, "nvfp4": 16, "fp4_mx_block16": 16, "mxfp4": 32}
 # Codecs that put two numbers into a byte.
-HALVES: tuple[CodecName, ...] = ("nvfp4", "fp4_mx_block16", "int4_row_scale")
+HALVES: tuple[CodecName, ...] = ("nvfp4", "fp4_mx_block16", "mxfp4", "int4_row_scale")
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
 GroupKind = Literal["full", "sliding", "chunked", "state"]
 HandleKind = Literal["shm_fd", "cuda_ipc", "vmm_fd"]
@@ -58,10 +59,10 @@ class Codec(Struct, frozen=True, kw_only=True):
     """How `width` numbers become one row of `row_bytes` bytes.
 
     scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
-    A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`,
-    `fp4_mx_block16`, `fp8_ds_v4`), keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes`
-    excludes them; value = stored * scale in memory * scale. `mxfp8_e4m3` has an exponent for 32 numbers,
-    `fp4_mx_block16` one for 16 of E2M1, `nvfp4` an e4m3 number for 16 of E2M1. The plane of scales' rows have
+    A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `mxfp4`,
+    `fp4_mx_block16`, `nvfp4`, `fp8_ds_v4`), keeps them in another plane of the layer, part `<part>_scale`, and
+    `row_bytes` excludes them; value = stored * scale in memory * scale. `mxfp8_e4m3` has an exponent for 32 numbers,
+    `mxfp4` one for 32 of E2M1, `fp4_mx_block16` for 16, `nvfp4` an e4m3 number for 16. The plane of scales' rows have
     the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`): fp32, or a power of two
     as an fp32 (`pow2_fp32`, read as any fp32) or as its exponent in each of four bytes (`ue8m0_x4`). In three codecs
     the row contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).

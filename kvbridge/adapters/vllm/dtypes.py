@@ -10,7 +10,7 @@ from kvbridge_proto.pool import Codec, CodecName
 
 from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
-from ..engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_SCALE_BYTES
+from ..engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_SCALE_BYTES, scaled_rows
 from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
@@ -55,7 +55,7 @@ def cell_of(member: KVLayer) -> Cell:
 
 
 def _index_form(member: KVLayer) -> Cell:
-    """Keys in fp8, each with one scale, which is a power of two: all writers have `scale_fmt` "ue8m0".
+    """Keys in fp8, each with one scale, which is a power of two: all writers have `scale_fmt` "ue8m0"; or in MXFP4.
 
     Where the kernels that read them want no fp32 (SM100, 0.33), writers store its exponent in each of the four bytes.
     Nothing in the tensor shows it (`pack_ue8m0_x4` in v1/attention/ops/common.py).
@@ -63,18 +63,22 @@ def _index_form(member: KVLayer) -> Cell:
     from vllm.utils import deep_gemm
 
     key, _ = member.widths
-    width = key + INDEX_SCALE_BYTES
+    width, (row, exponents) = key + INDEX_SCALE_BYTES, [each.row_bytes for each in scaled_rows("mxfp4", key)]
     found = member.tensor.dtype, int(member.spec.head_size), member.tensor.shape[-1]
-    if found != (torch.uint8, width, width) or getattr(member.attention, "uses_shuffled_layout", False):
+    known = [(torch.uint8, size, size) for size in (width, row + exponents)]
+    if found not in known or getattr(member.attention, "uses_shuffled_layout", False):
         raise OperatorError(
             "codec_unknown",
             f"{member.name}: index cache of {found[1]} x {found[0]} a token (its tensor has {found[2]}), must be "
-            f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale; no setting of the engine helps",
+            f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale, or {row + exponents} in MXFP4; "
+            "no setting of the engine helps",
         )
+    if found == known[1]:
+        return Cell(1, row, 0, exponents, 1, is_apart=True, is_paged=True, codec="mxfp4", part=INDEX_KEY)
     is_packed = getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)()
     scales: CodecName = "ue8m0_x4" if is_packed else "pow2_fp32"
-    row = Cell(1, key, 0, INDEX_SCALE_BYTES, codec="fp8_row_scale", scale_codec=scales, part=INDEX_KEY)
-    return replace(row, is_apart=True, is_paged=True)
+    keys = Cell(1, key, 0, INDEX_SCALE_BYTES, codec="fp8_row_scale", scale_codec=scales, part=INDEX_KEY)
+    return replace(keys, is_apart=True, is_paged=True)
 
 
 def _plain_index_form(member: KVLayer) -> Cell:

@@ -41,6 +41,7 @@ from tests.integration.adapters.world import World
 
 RATIOS = (0, 4, 128, 4)  # how many tokens a row of each layer stands for; 0: it has a window only
 BLOCK, WINDOW, HEAD, INDEX, ROPE = 256, 128, 512, 128, 64
+FP8_KEY, MXFP4_KEY = (INDEX, 4), (INDEX // 2, INDEX // 32)  # bytes of an index key, and of its scale or scales
 MEMORY = 64 << 20
 HASHED = 4  # the common divisor of all blocks: as `resolve_kv_cache_block_sizes` has it
 Row = tuple[np.ndarray, ...]  # its pieces
@@ -83,12 +84,12 @@ def _prefix(prompt: tuple[int, ...], tokens: int) -> bytes:
     return hashlib.blake2b(repr(prompt[:tokens]).encode()).digest()
 
 
-def caches(config: VllmConfig, ratios: Sequence[int] = RATIOS) -> Iterator[tuple[Cache, Any]]:
+def caches(config: VllmConfig, index: tuple[int, int] = FP8_KEY) -> Iterator[tuple[Cache, Any]]:
     """Each cache with vLLM's layer that owns it, as DeepseekV4Attention makes them, which needs a whole model."""
     dtype = config.cache_config.cache_dtype
     is_packed = dtype == "fp8_ds_mla"
     number, row = (torch.uint8, (576, 8)) if is_packed else (torch.bfloat16, (2 * HEAD,))
-    for layer, ratio in enumerate(ratios):
+    for layer, ratio in enumerate(RATIOS):
         name = f"model.layers.{layer}.attn"
         window = DeepseekV4SWACache(HEAD, WINDOW, number, f"{name}.swa_cache", config.cache_config)
         yield Cache(window.prefix, "window", row, keeps=WINDOW), window
@@ -103,8 +104,8 @@ def caches(config: VllmConfig, ratios: Sequence[int] = RATIOS) -> Iterator[tuple
         states = [("compressor", f"{name}.compressor", HEAD)]
         if ratio == 4:
             key = f"{name}.indexer.k_cache"
-            keys = DeepseekV4IndexerCache(INDEX + 4, torch.uint8, key, config.cache_config, compress_ratio=4)
-            yield Cache(key, "index_key", (INDEX, 4), 4), keys
+            keys = DeepseekV4IndexerCache(sum(index), torch.uint8, key, config.cache_config, compress_ratio=4)
+            yield Cache(key, "index_key", index, 4), keys
             states.append(("index_compressor", f"{name}.indexer.compressor", INDEX))
         for kind, owner, width in states:
             numbers = 2 * width * (2 if ratio == 4 else 1)  # kv and score, of this group and of the one before
@@ -117,6 +118,7 @@ class Engine(World):
 
     def __init__(self, folder: Path, agents: Sequence[AgentProcess], dtype: str = "fp8_ds_mla", **more: Any) -> None:
         self._dtype, self._processes, self._bytes = dtype, agents, more.pop("memory", MEMORY)
+        self._index = more.pop("index", FP8_KEY)
         self._last: Any = None  # the step whose forward has run
         self.compared = Counter[str]()  # rows, by the kind of their cache
         self.computed = Counter[str]()  # tokens, by request
@@ -143,7 +145,7 @@ class Engine(World):
         cache.block_size, cache.cache_dtype, cache.kv_cache_layout = BLOCK, self._dtype, "BLHNC"
         config.model_config.hf_text_config = text
         with set_current_vllm_config(config):
-            made = list(caches(config))
+            made = list(caches(config, self._index))
         self.kept = [kept for kept, _ in made]
         groups = get_kv_cache_groups(config, {kept.name: layer.get_kv_cache_spec(config) for kept, layer in made})
         return get_kv_cache_config_from_groups(config, groups, self._bytes)

@@ -20,7 +20,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Incompatible, Same, verdict
 from testing.agents import agent
 from testing.refusals import refused
-from tests.integration.adapters.compressed import Engine
+from tests.integration.adapters.compressed import MXFP4_KEY, Engine
 from tests.integration.adapters.test_vllm_pool import draft
 
 pytestmark = pytest.mark.vllm
@@ -94,6 +94,16 @@ def test_every_length_is_fetched_and_goes_on(
             settle(prefill, decode)
             assert decode.computed[request.request_id] == more, f"{length}: only the last was computed, and new ones"
         assert len(decode.compared) == 6, decode.compared
+
+
+def test_index_keys_in_mxfp4(tmp_path: Path) -> None:
+    """`indexer_kv_dtype` mxfp4: 64 bytes of a key, and four exponents behind all keys of a page."""
+    with pair(tmp_path, 1, 2, budget=100, index=MXFP4_KEY) as (prefill, decode):
+        for number, length in enumerate((5, 129, 300)):
+            request = handed_over(prefill, decode, prompt_of(length, number), 9)
+            settle(prefill, decode)
+            assert decode.computed[request.request_id] == 9
+        assert decode.compared["index_key"]
 
 
 def test_prefixes_that_either_side_has(tmp_path: Path) -> None:
@@ -175,6 +185,21 @@ def test_plain_rows_fit_plain_rows_only(engines: dict[str, Engine]) -> None:
     assert judged.reasons[0].startswith(
         "codec: sender bf16, receiver fp8_ds_v4 of 576 bytes (layer 0 latent and 6 more)"
     )
+
+
+def test_index_keys_in_mxfp4_are_not_those_in_fp8(engines: dict[str, Engine], tmp_path: Path) -> None:
+    small = pool_of(Engine(tmp_path / "mxfp4", [], index=MXFP4_KEY))
+    found = {
+        plane.part: plane.codec for plane in small.planes if plane.layer == 3 and plane.part.startswith("index_key")
+    }
+    assert {part: (codec.name, codec.width, codec.row_bytes) for part, codec in found.items()} == {
+        "index_key": ("mxfp4", 128, 64),
+        "index_key_scale": ("opaque", 4, 4),
+    }
+    assert isinstance(verdict(small, small), Same)
+    judged = verdict(small, pool_of(engines["fp8_ds_mla"]))
+    assert isinstance(judged, Incompatible)
+    assert judged.reasons[0].startswith("codec: sender mxfp4 of 64 bytes, receiver fp8_row_scale (layer 1 index_key")
 
 
 def test_a_drafts_layer_is_one_more_with_a_window(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:

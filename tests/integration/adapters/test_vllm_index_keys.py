@@ -155,9 +155,8 @@ def test_index_keys_of_a_draft_have_its_number() -> None:
         pool_of(tensors, 64)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(68, torch.uint8), (132, torch.int8), (128, torch.bfloat16)])
+@pytest.mark.parametrize(("width", "dtype"), [(72, torch.uint8), (132, torch.int8), (128, torch.bfloat16)])
 def test_an_index_cache_of_another_width_is_refused_by_name(width: int, dtype: torch.dtype) -> None:
-    """68: keys in fp4."""
     latent, _ = specs(64)
     tensors = caches(64, layers=1, indexed=())
     tensors[INDEX.format(0)] = torch.zeros(BLOCKS, 1, 64, width, dtype=dtype)

@@ -32,6 +32,7 @@ ROW_BYTES = {
     "mxfp8_e4m3": 576,
     "nvfp4": 288,
     "fp4_mx_block16": 288,
+    "mxfp4": 288,
     "fp8_ds_mla": 656,
     "fp8_ds_v4": 576,
     "fp8_ds_v41": 528,

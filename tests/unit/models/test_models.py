@@ -148,6 +148,10 @@ def test_deepseek_v4_needs_rows_that_are_alike() -> None:
     plain = "vllm -tp 2 --attention-backend FLASHINFER_MLA_SPARSE_DSV4"
     assert obstacles(DEEPSEEK_V4, plain, plain) == set()
     assert obstacles(DEEPSEEK_V4, plain, "vllm") == {"codec"}
+    small = "vllm -tp 2 --attention-config.indexer_kv_dtype mxfp4"
+    assert obstacles(DEEPSEEK_V4, small, small) == set() and "codec" in obstacles(DEEPSEEK_V4, small, "vllm")
+    with refused(OperatorError, "codec_unknown", "nvfp4: kvbridge carries index keys in fp8 and mxfp4"):
+        pools_of(read(DEEPSEEK_V4), parse("vllm --attention-config.indexer_kv_dtype nvfp4"), "m", "e")
     everything = "vllm --disable-hybrid-kv-cache-manager"
     assert obstacles(DEEPSEEK_V4, everything, "vllm") == set()
     assert obstacles(DEEPSEEK_V4, "vllm", everything) == {"kind"}
