@@ -30,7 +30,7 @@ from testing.oracle import Held, Shape, build
 # Tests that run in an engine's environment start agents from the agents' own.
 PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
 START_S = 120.0  # at a load of 15, one of two in namespaces of its own took more than 30 s
-ANSWER_S = 20.0
+ANSWER_S = 120.0
 
 
 class Client:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wait_for(
-    claim: Callable[..., Any], seconds: float = 20.0, why: Callable[[], str] = lambda: "not so", every_s: float = 0.05
+    claim: Callable[..., Any], seconds: float = 120.0, why: Callable[[], str] = lambda: "not so", every_s: float = 0.05
 ) -> None:
     """Until it is so. `why` says what is wrong if that is not soon enough."""
     end = time.monotonic() + seconds

@@ -132,7 +132,7 @@ class Server:
     def ask(self, what: str, **query: str) -> Any:
         """What its API answers. Raises for a query that is none."""
         address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
-        answer = json.load(urllib.request.urlopen(address, timeout=5))
+        answer = json.load(urllib.request.urlopen(address, timeout=60))
         assert answer["status"] == "success", answer
         return answer["data"]
 
@@ -334,7 +334,7 @@ def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
 
 def test_metrics_keep_prometheus_rules(server: Server) -> None:
     (target,) = server.query('topk(1, up{job="kvbridge"})')
-    text = urllib.request.urlopen(f"http://{target['metric']['instance']}/metrics", timeout=5).read().decode()
+    text = urllib.request.urlopen(f"http://{target['metric']['instance']}/metrics", timeout=60).read().decode()
     assert promtool("check", "metrics", given=text) == ""
     assert 'kvbridge_build_info{version="' in text
     assert "_created" not in text

@@ -301,7 +301,7 @@ def served(sglang: None) -> Iterator[str]:
     end = time.monotonic() + 30
     while True:
         try:
-            requests.get(f"http://127.0.0.1:{port}/health", timeout=5)
+            requests.get(f"http://127.0.0.1:{port}/health", timeout=60)
             break
         except requests.ConnectionError:
             assert time.monotonic() < end, "the bootstrap server does not listen"
@@ -311,7 +311,7 @@ def served(sglang: None) -> Iterator[str]:
 
 
 def put(url: str, **changes: Any) -> requests.Response:
-    return requests.put(f"{url}/route", data=json.dumps(REGISTRATION | changes), timeout=5)
+    return requests.put(f"{url}/route", data=json.dumps(REGISTRATION | changes), timeout=60)
 
 
 @pytest.mark.proves("T15")
@@ -325,15 +325,15 @@ def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
     for changes in wrong:
         answer = put(served, **changes)
         assert answer.status_code == 400 and answer.text.isprintable(), changes
-    assert requests.put(f"{served}/route", data=b"[", timeout=5).status_code == 400
+    assert requests.put(f"{served}/route", data=b"[", timeout=60).status_code == 400
     asked = f"{served}/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank="
-    assert requests.get(f"{asked}0", timeout=5).status_code == 503, "nobody has registered"
+    assert requests.get(f"{asked}0", timeout=60).status_code == 503, "nobody has registered"
     for rank in range(2):
         assert put(served, attn_tp_size=2, attn_tp_rank=rank).status_code == 200
-        assert requests.get(f"{served}/kvbridge/ranks?replica=0", timeout=5).json() == RANKS[: rank + 1]
-    assert requests.get(f"{served}/kvbridge/ranks?replica=1", timeout=5).json() == []
-    assert requests.get(f"{asked}0", timeout=5).json() == {name: RANK[name] for name in ("rank_ip", "rank_port")}
-    assert requests.get(f"{asked}x", timeout=5).status_code == 400
+        assert requests.get(f"{served}/kvbridge/ranks?replica=0", timeout=60).json() == RANKS[: rank + 1]
+    assert requests.get(f"{served}/kvbridge/ranks?replica=1", timeout=60).json() == []
+    assert requests.get(f"{asked}0", timeout=60).json() == {name: RANK[name] for name in ("rank_ip", "rank_port")}
+    assert requests.get(f"{asked}x", timeout=60).status_code == 400
 
 
 @pytest.mark.proves("T15")

@@ -185,7 +185,7 @@ def test_a_renewed_lease_does_not_make_a_transfer_look_quicker() -> None:
 
 
 def summed(place: str, name: str) -> float:
-    page = urllib.request.urlopen(f"http://{place}/metrics", timeout=5).read().decode()
+    page = urllib.request.urlopen(f"http://{place}/metrics", timeout=60).read().decode()
     return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)))
 
 

@@ -49,7 +49,7 @@ def serving(
 
 def scraped(place: tuple[str, int]) -> str:
     host = f"[{place[0]}]" if ":" in place[0] else place[0]
-    text: bytes = urllib.request.urlopen(f"http://{host}:{place[1]}/metrics", timeout=5).read()
+    text: bytes = urllib.request.urlopen(f"http://{host}:{place[1]}/metrics", timeout=60).read()
     return text.decode()
 
 
@@ -62,7 +62,7 @@ def is_answered(place: tuple[str, int]) -> bool:
 
 def asked(place: tuple[str, int], path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{place[0]}:{place[1]}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{place[0]}:{place[1]}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

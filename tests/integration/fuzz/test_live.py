@@ -80,7 +80,7 @@ class Attacker:
     def fire_at_port(self, connections: int) -> None:
         held: list[socket.socket] = []
         for _ in range(connections):
-            link = socket.create_connection(self.port, timeout=20)
+            link = socket.create_connection(self.port, timeout=60)
             held.append(link)
             with contextlib.suppress(OSError):
                 self._say(link, *self.to_port())
