@@ -61,6 +61,8 @@ MOVES = [
     Shape("hnd", width=9, size=1, slot_shift=3, shift=5, skip=1),
     Shape("nhd", size=4, block_tokens=1),
     Shape("folded", width=1536, heads=8),
+    *(Shape("turned", width=width, size=1, block_tokens=16) for width in (4, 8)),
+    Shape("interleaved", width=4, size=1, block_tokens=64),
 ]
 
 
@@ -76,6 +78,17 @@ def field_of(shape: Shape, blocks: int, memory: torch.Tensor, offset: int) -> Fi
             (Axis(tokens // 2, 2 * row), Axis(2, 8 * size)),
             Axis(heads, tokens * row),
             (Axis(width // 8, 16 * size), Axis(8, size)),
+        ),
+        # Scales of NVFP4's V in vLLM on SM100, of which four tokens share four rows, and of MXFP8 in SGLang
+        "turned": (
+            (Axis(tokens // 4, 4 * row), Axis(4, size)),
+            Axis(heads, tokens * row),
+            (Axis(4, row), Axis(width // 4, 4 * size)),
+        ),
+        "interleaved": (
+            (Axis(tokens // 32, row), Axis(32, tokens // 32 * row)),
+            Axis(heads, tokens * row),
+            (Axis(width, size),),
         ),
         "spread": ((Axis(tokens, 2 * size),), Axis(heads, 2 * tokens * row), (Axis(width, 2 * tokens * size),)),
         "folded": ((Axis(1, 1),), Axis(1, 1), (Axis(block, 1),)),
