@@ -114,10 +114,10 @@ class Plane(Struct, frozen=True, kw_only=True):
 class Group(Struct, frozen=True, kw_only=True):
     """Planes that share a block table. `window` is in tokens, 0 for none.
 
-    `kind` says which tokens are kept; a layer of kind `mla` lies in a `full` or a `sliding` group. In a `state` group a
-    block is one row (a plane's `token_axis` counts one place) and the state after t tokens lies in entry
-    `(t - 1) // block_tokens`. `begins_inside`: a window that is received may begin inside its first block, because the
-    engine gives that block to no other request; else the whole block is needed.
+    `kind` says which tokens are kept; a layer of kind `mla` may have parts in several groups, but in no `state` one. In
+    a `state` group a block is one row (a plane's `token_axis` counts one place) and the state after t tokens lies in
+    entry `(t - 1) // block_tokens`. `begins_inside`: a window that is received may begin inside its first block, as
+    the engine gives that block to no other request; else the whole block is needed.
     """
 
     kind: GroupKind
