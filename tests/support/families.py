@@ -296,15 +296,6 @@ FAMILIES = (
         "HybridLinearKVPool",
     ),
     Family(
-        "states and latents whose tokens ranks split",
-        "Kimi K3 with decode context parallelism",
-        latents("kimi_linear", 27, linear_attn_config=KDA),
-        "KDA states, MLA",
-        "",
-        sides={"vllm": ("-tp 8 -dcp 8", "-tp 8 -dcp 8")},
-        stopped=3,
-    ),
-    Family(
         "Mamba 2 states and full attention",
         "Nemotron-H, Nemotron 3, Granite 4 H",
         config("nemotron_h", 52, 32, 8, 128, **MAMBA2),

@@ -121,6 +121,8 @@ def beside_states(family: Family, tp: int) -> Any:
     config = side.queue.scheduler.model_config
     config.get_total_num_kv_heads = lambda: attention.kv_heads
     config.hf_text_config.num_hidden_layers = len(layers)
+    if family.sides:
+        side.queue.draft_token_to_kv_pool = object()
     return side.queue
 
 

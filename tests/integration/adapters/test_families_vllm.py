@@ -178,6 +178,11 @@ def qwen3_next(tp: int) -> Specs:
     return among(layers, full(2, 256, tp), set(range(48)) - layers, shapes, "GDN_ATTN")
 
 
+def qwen3_next_mtp(tp: int) -> Specs:
+    """The module counts from 0 again."""
+    return qwen3_next(tp) | {"mtp.layers.0.self_attn.attn": ("FLASH_ATTN", full(2, 256, tp))}
+
+
 def nemotron(tp: int) -> Specs:
     shapes = MambaStateShapeCalculator.mamba2_state_shape(tp, 128 * 64, 8, 128, 64, 128, 4)
     attention, states = ({at for at, each in enumerate(PATTERN) if each == kind} for kind in "*M")
@@ -218,7 +223,7 @@ GATED_LAYER = {"num_k_heads": 16, "num_v_heads": 32, "head_k_dim": 128, "head_v_
 MAMBA2_LAYER: dict[str, Any] = {"num_heads": 128, "head_dim": 64, "ssm_state_size": 128, "conv_kernel_size": 4}
 MAMBA2_LAYER["norm"] = SimpleNamespace(n_groups=8)
 LAYERS_OF = {
-    qwen3_next: GATED_LAYER,
+    **dict.fromkeys((qwen3_next, qwen3_next_mtp), GATED_LAYER),
     nemotron: MAMBA2_LAYER,
     kimi: {"num_heads": 32, "head_dim": 128, "conv_size": 4},
     falcon: MAMBA2_LAYER
@@ -251,6 +256,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
         2, lambda i: LATENT, "FLASHMLA_SPARSE_DSV41"
     ),
     "states and full attention": qwen3_next,
+    "states and full attention with drafts on both sides": qwen3_next_mtp,
     "states and latents": kimi,
     "Mamba 2 states and full attention": nemotron,
     "Mamba 2 states and full attention in one layer": falcon,
@@ -309,7 +315,7 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
         blocks=BLOCKS,
         model={"hf_text_config": text, "model_arch_config": Arch(family), "model": "/models/m"},
         layer=LAYERS_OF.get(SPECS[family.name]),
-        drafts=draft(1, "/models/m") if "speculative" in family.sides.get("vllm", ("", ""))[1] else None,
+        drafts=draft(2, "/models/m") if "speculative" in family.sides.get("vllm", ("", ""))[1] else None,
     )
 
 
