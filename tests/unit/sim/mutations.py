@@ -280,7 +280,8 @@ def _silent(right: Any, self: OutgoingPeers, address: str, *args: Any, **more: A
 
 @around(UnconfirmedTransfers, "can_settle")
 def _own_start_only(right: Any, self: UnconfirmedTransfers, transfer: str, incarnation: str, key: str) -> bool:
-    return self._of.get(transfer, ("", ""))[1] == incarnation
+    its = self._of.get(transfer)
+    return its is not None and its.incarnation == incarnation
 
 
 @around(OutgoingPeers, "_sort_out")
