@@ -153,7 +153,6 @@ class MemoryEnd:
         if (
             field.offset < 0
             or field.offset + (planes - 1) * stride + layout.reach > field.memory.numel()
-            or places.lowest < 0
             or places.highest >= layout.places
             or min(stride, offset, pitch) < 0
             or offset + (planes - 1) * pitch + size > span.size_bytes
@@ -183,8 +182,8 @@ class MemoryEnd:
         for found, mine, limit in zip(places, self.places, self.limits, strict=True):
             if found.count != mine.count:
                 raise ValueError(f"{found.count} places, the copy was prepared with {mine.count}")
-            if found.lowest < 0 or found.highest >= limit:
-                raise ValueError(f"places reach from {found.lowest} to {found.highest}, the field has {limit}")
+            if found.highest >= limit:
+                raise ValueError(f"places reach {found.reach}, the field has {limit}")
 
     def _layout(self, segment: Segment) -> SegmentLayout:
         field, cast = segment.field, segment.cast

@@ -80,8 +80,8 @@ def check(segment: Segment, slot: Span) -> None:
     field, places = segment.field, segment.places
     if field.offset < 0 or field.end > field.memory.numel():
         raise ValueError(f"field ends at byte {field.end}, its memory has {field.memory.numel()}")
-    if places.count and (places.lowest < 0 or places.highest >= field.places):
-        raise ValueError(f"places reach from {places.lowest} to {places.highest}, the field has {field.places}")
+    if places.highest >= field.places:
+        raise ValueError(f"places reach {places.reach}, the field has {field.places}")
     if segment.slot_offset < 0 or segment.slot_pitch < 0 or segment.slot_end > slot.size_bytes:
         raise ValueError(f"segment ends at byte {segment.slot_end}, the slot has {slot.size_bytes}")
     if segment.cast is not None:
@@ -202,9 +202,14 @@ class Places:
         if self.array.dtype != np.int64 or self.array.ndim != 1:
             raise ValueError(f"places must be int64 [n], got {places.dtype} {list(places.shape)}")
         self.count = len(self.array)
-        self.lowest = int(np.minimum.reduce(self.array)) if self.count else 0
-        self.highest = int(np.maximum.reduce(self.array)) if self.count else -1
+        # As unsigned numbers: one that is negative is huge then.
+        self.highest = int(np.maximum.reduce(self.array.view(np.uint64))) if self.count else -1
         self._routes: dict[object, Sequence[Route]] = {}
+
+    @property
+    def reach(self) -> str:
+        """The lowest and the highest, for an error."""
+        return f"from {self.array.min()} to {self.array.max()}"
 
     @cached_property
     def index(self) -> torch.Tensor:

@@ -279,11 +279,8 @@ def _distance(alike: Sequence[Move]) -> tuple[int, int]:
 
 
 def _check_places(places: Places, group: int, limit: int) -> None:
-    if places.lowest < 0 or places.highest >= limit:
-        raise EngineError(
-            "place_outside_plane",
-            f"places: from {places.lowest} to {places.highest}, a plane of group {group} has {limit}",
-        )
+    if places.highest >= limit:
+        raise EngineError("place_outside_plane", f"places: {places.reach}, a plane of group {group} has {limit}")
 
 
 def _check(pool: Pool, move: Move, slot_bytes: int) -> None:

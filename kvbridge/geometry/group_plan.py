@@ -15,6 +15,7 @@ from itertools import groupby
 from math import lcm
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from kvbridge_proto.pool import Group, GroupKind, Shard
@@ -153,6 +154,7 @@ class Units(Value, eq=False):
     grain_bytes: int  # of all pairs together
     most_grain_bytes: int  # of one pair
     lists: int  # on a side, of places
+    _limits: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)  # by slot_bytes
 
     @classmethod
     def of(cls, pairs: Sequence[PlanePair]) -> Units:
@@ -186,15 +188,21 @@ class Units(Value, eq=False):
         No pair has more than a slot, nor more rows than a copier has room to list. A multiple of every unit and, if
         possible, of ALIGN (then nothing is padded). All spans are about equal.
         """
+        if (known := self._limits.get(slot_bytes)) is None:
+            known = self._limits[slot_bytes] = self._limit(slot_bytes)
+        limit, step = known
+        spans = -(-tokens // limit)
+        return -(-tokens // (spans * step)) * step
+
+    def _limit(self, slot_bytes: int) -> tuple[int, int]:
+        """The longest span, and what spans are multiples of. Kept: a session has one size of slots."""
         wanted = max(slot_bytes, PIECE_BYTES * len(self.tokens)) // self.grain_bytes
         listed = max(slot_bytes, LEAST_SLOT_BYTES) // (LISTED_BYTES * self.lists) * int(self.tokens.min()) // self.grain
         limit = max(1, min(wanted, listed, slot_bytes // self.most_grain_bytes)) * self.grain
         step = lcm(self.grain, ALIGN)
         if limit < step:
             step = self.grain
-        limit -= limit % step
-        spans = -(-tokens // limit)
-        return -(-tokens // (spans * step)) * step
+        return limit - limit % step, step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
