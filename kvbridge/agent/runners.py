@@ -111,6 +111,12 @@ class Runner(abc.ABC):
         """
         at = self._clock()  # what is sent now may be recorded by the other agent before we record it
         done: list[Action] = []
+        unrecorded = iter(events)
+
+        def record_events() -> None:
+            for event in unrecorded:
+                self._record.note(event, at if heard_at is None else heard_at, peer)
+
         try:
             for action in actions:
                 match action:
@@ -119,19 +125,20 @@ class Runner(abc.ABC):
                         _pass(SENT, body)
                     case Tell(message=message):
                         if isinstance(message, Failed):  # its engine may look for the line at once
+                            record_events()
                             said = "code=%s %s", message.code, message.reason
                             self._record.warn("failed", *said, number=message.number)
                         self._current.tell(message)
                         _pass(SENT, message)
                     case Reach() | Ask() | WatchProcess() | Watch():
+                        record_events()  # what these lead to at once may be recorded in this call
                         self._act(action)
                     case Order():
                         self._data_plane.give(action, self._current.memory)
                 done.append(action)
         finally:
+            record_events()
             note = self._record.note
-            for event in events:
-                note(event, at if heard_at is None else heard_at, peer)
             for action in done:
                 match action:
                     case Send(peer=receiver, body=body, number=number):
@@ -180,11 +187,9 @@ class ReceiverRunner(Runner):
         self.do(self.receiving.expect(expect, self._clock()))
 
     def want(self, want: Want, engine: AttachedEngine) -> None:
-        want = structs.replace(want, sender=canonical(want.sender))
-        self._record.note(want)
+        want, now = structs.replace(want, sender=canonical(want.sender)), self._clock()
         failpoint("receiver.want_heard")
-        self._data_plane.wake()
-        self.do(self.receiving.want(want, engine, self._clock()))
+        self.do(self.receiving.want(want, engine, now), (want,), now)
 
     def knows(self, number: int) -> bool:
         """Whether this want is open."""
