@@ -5,6 +5,9 @@ itself decides which chunk is sent next and whether one that lands counts (order
 do not wait for the loop. A job is a generator (attached.py): it reads from top to bottom, and many are under way at
 once. While nothing is in flight the thread sleeps on an eventfd. Otherwise it polls, with naps between: a thread that
 spins keeps the interpreter from the loop.
+
+To wake the thread, and to be told by it, takes longer than to begin one small read. So while the thread sleeps with
+nothing under way the loop may take its turn (`_turn`): it begins the read, and looks a few times whether it is over.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from ..exchange.orders import (
 )
 from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
-from ..failpoints import failpoint
+from ..failpoints import armed, failpoint
 from ..routes.choice import Connected
 from ..routes.pull.job import Fills, PullRoute
 from ..routes.slots.jobs import Jobs
@@ -76,7 +79,16 @@ from .attached import (
 )
 from .orders import LandedChunk, ReceiveOrders, SendOrders
 from .resources import Resources, StagingEndpoints
-from .threads import LINGER_NAP_S, STUCK_S, Linger, Watchdog, end_process, nap_exactly, usual_naps
+from .threads import (
+    LINGER_NAP_S,
+    STUCK_S,
+    WATCHDOG_LOOK_S,
+    Linger,
+    Watchdog,
+    end_process,
+    nap_exactly,
+    usual_naps,
+)
 
 log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
@@ -88,6 +100,7 @@ POLL_NAP_S = 2e-6
 POLL_NAPS_S = 0.002
 LONGEST_NAP_S = 0.001
 LINGER_ON_GPU_S = 0.03
+LOOKING_S = 1e-3  # in which the loop looks for the end of what it has begun; then the thread is woken to do so
 GATHERING_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
 NOTICE = Limits(frame_bytes=4096)  # the fabric itself allows notices of 16 MiB
 
@@ -135,9 +148,11 @@ class DataPlane:
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._notices: Decoder[Notice] = Decoder(Notice, NOTICE)
+        self._turn = threading.Lock()  # whoever holds it may touch everything that is the thread's
+        self._looking_until = 0.0  # the loop, at what it has begun
+        self._failure: BaseException | None = None  # that the loop met in the thread's place
         self._stopping = False
-        self._is_asleep = False  # for long, until it is woken
-        self._expected_at = 0.0  # when `wake` was last called
+        self._is_idle = False  # it naps or sleeps, and waits for nothing but an order
         self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
         self.watchdog = Watchdog(self._thread, stuck_s, end, clock)
         self._resources: Resources | None = None
@@ -153,6 +168,7 @@ class DataPlane:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await self._call(self._open)
+        self._at_work.copier.use_here()
 
     async def stop(self) -> None:
         """End the thread and the fabrics. Jobs that have not begun are dropped."""
@@ -188,13 +204,6 @@ class DataPlane:
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
-    def wake(self) -> None:
-        """There will be something to move soon: let the thread linger from now on, and wake it if it sleeps."""
-        if self._linger_s:
-            self._expected_at = self._clock()
-            if self._is_asleep:
-                os.eventfd_write(self._wake, 1)
-
     def disconnect(self, incarnation: str, serial: int, is_lost: bool = False) -> None:
         """Give up the route that `connect` made under this serial. A later one stays.
 
@@ -204,7 +213,47 @@ class DataPlane:
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None) -> None:
         """Give an order; they are taken up one after the other. `attached` is our engine's, None once it has left."""
-        self._put(partial(self._take_up, order, attached, self._clock()))
+        if isinstance(order, Pull) and attached is not None and self._may_begin_here(order):
+            self._begin_here(order, attached)
+        else:
+            self._put(partial(self._take_up, order, attached, self._clock()))
+
+    def _may_begin_here(self, pull: Pull) -> bool:
+        """Whether the loop may begin this read. If so it has the turn, which ends with `_begin_here`."""
+        is_brief = pull.end_chunk - pull.first_chunk == 1 and pull.plan.total_bytes <= self._at_work.copier.brief_bytes
+        if not is_brief or not self._turn.acquire(blocking=False):
+            return False
+        is_busy = self._tasks or self._moving or self._fenced  # in their order, and small reads share launches
+        if is_busy or self._stopping or armed():  # a failpoint may hold up who passes it
+            self._turn.release()
+            return False
+        return True
+
+    def _begin_here(self, pull: Pull, attached: AttachedMemory) -> None:
+        self._looking_until = self._clock() + LOOKING_S
+        self._take_turn_here(lambda: self._resume(self._pulling.pull(pull, attached), None))
+
+    def _look(self) -> None:
+        """Look on the loop whether what it has begun is over, unless the thread does so."""
+        if self._turn.acquire(blocking=False):
+            self._take_turn_here(lambda: None)
+
+    def _take_turn_here(self, begin: Callable[[], None]) -> None:
+        """What the thread would do between two naps. Ends the turn, and sees to it that somebody takes the next."""
+        try:
+            begin()
+            self._poll_moves(self._at_work)
+            self._flush_reports(self._loop.call_soon)
+        except (Exception, DeviceLost) as error:  # the thread ends with it
+            self._failure = error
+        is_looking = bool(self._moving) and self._failure is None and self._clock() < self._looking_until
+        is_left = bool(self._moving or self._fenced or self._failure)
+        self._turn.release()
+        if is_looking:
+            self.linger.keep_awake()
+            self._loop.call_soon(self._look)
+        elif is_left:
+            os.eventfd_write(self._wake, 1)
 
     async def open_peer(
         self,
@@ -357,6 +406,7 @@ class DataPlane:
     # On the thread:
 
     def _run(self) -> None:
+        self._take_turn()  # and keep it at the end: the loop begins nothing after us
         try:
             self._serve()
         except (Exception, DeviceLost) as error:  # nobody else can move anything: the agent must end
@@ -372,34 +422,50 @@ class DataPlane:
     def _serve(self) -> None:
         last_move = 0.0
         while not self._stopping:
+            if self._failure is not None:
+                raise self._failure
             self.watchdog.beat()
             moved = self._do_tasks()
             if self._resources is None:
                 self._sleep(IDLE_S)
                 continue
             moved = self._poll(self._resources) or moved
-            self._flush_reports()
+            has_told = self._flush_reports()
             now = self._clock()
             if moved:
                 last_move = now
-                continue
+                if not has_told:
+                    continue
             waits = self._writing or self._moving or self._fenced or self.receive_orders.lent
-            still_s = now - max(last_move, self._expected_at)
-            if waits:
+            still_s = now - last_move
+            if waits or has_told:  # whom we told needs the interpreter
                 pause_s = _pause(still_s)
             else:
-                pause_s = LINGER_NAP_S if still_s < (self._linger_s or 0.0) else IDLE_S
-            self._is_asleep = pause_s == IDLE_S
+                lingers = self._resources.current is not None and still_s < (self._linger_s or 0.0)
+                pause_s = LINGER_NAP_S if lingers else IDLE_S
+            self._is_idle = not waits
             if self._sleep(pause_s):
                 last_move = now
-            self._is_asleep = False
+            self._is_idle = False
 
     def _sleep(self, seconds: float) -> bool:
-        """True if the loop woke us: there is a task, or one will come soon."""
-        if not select.select([self._wake], [], [], seconds)[0]:
-            return False
-        os.eventfd_read(self._wake)
-        return True
+        """True if the loop woke us: there is a task, or one will come soon. Meanwhile the loop may take our turn."""
+        self._turn.release()
+        try:
+            is_woken = bool(select.select([self._wake], [], [], seconds)[0])
+        finally:
+            self._take_turn()
+        if is_woken:
+            os.eventfd_read(self._wake)
+        return is_woken
+
+    def _take_turn(self) -> None:
+        """Take the turn when the loop has ended its own. Ends the process if it hangs there: nobody else would."""
+        looks = 0
+        while not self._turn.acquire(timeout=WATCHDOG_LOOK_S):
+            looks += 1  # looks and not seconds are counted: while this process was stopped, the loop was too
+            if looks * WATCHDOG_LOOK_S >= self.watchdog.stuck_s:
+                self.watchdog.end(f"the loop has not ended the thread's turn in {self.watchdog.stuck_s:g} s")
 
     def _do_tasks(self) -> bool:
         moved = bool(self._tasks)
@@ -413,6 +479,9 @@ class DataPlane:
 
     def _take_up(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None, asked_at: float) -> None:
         match order:
+            case Pull():  # the first, as it is what small requests wait for
+                assert attached is not None
+                self._resume(self._pulling.pull(order, attached), None)
             case Progress():
                 self.send_orders.progress(order, asked_at)
             case Credit():
@@ -439,7 +508,7 @@ class DataPlane:
                 self._begin(order, attached, asked_at)
 
     def _begin(
-        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull | Fill, attached: AttachedMemory, asked_at: float
+        self, order: SendOrder | Digest | Watch | ReceiveOrder | Fill, attached: AttachedMemory, asked_at: float
     ) -> None:
         match order:
             case SendOrder():
@@ -450,8 +519,6 @@ class DataPlane:
                 self._resume(self._pulling.watch(attached, fence), None)
             case ReceiveOrder():
                 self.receive_orders.order(order, attached)
-            case Pull():
-                self._resume(self._pulling.pull(order, attached), None)
             case Fill():
                 self._resume(self._fills.fill(order, attached), None)
 
@@ -470,13 +537,14 @@ class DataPlane:
         if resources.current is not None:
             self._new_send_slots(resources)
         wait_s, clock = self._write_timeout_s, self._clock
-        self._jobs = Jobs(resources, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
-        self._pulling = PullRoute(resources, self._tell, self.send_orders, self.receive_orders, wait_s, clock)
+        orders = self.send_orders, self.receive_orders
+        self._jobs = Jobs(resources, self._incarnation, *orders, wait_s, clock)
+        self._pulling = PullRoute(resources, self._tell, *orders, wait_s, clock, lambda: bool(self._tasks))
         self._fills = Fills(resources, self.receive_orders, wait_s, clock)
         self._resources = resources
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if resources.copier.memory == "vram" else 0.0
-        self.linger = Linger(self._linger_s)
+        self.linger = Linger(self._linger_s, is_needed=lambda: bool(self._tasks) or not self._is_idle)
         self._nap_exactly()
 
     def _nap_exactly(self) -> None:
@@ -487,7 +555,12 @@ class DataPlane:
         return usual_naps()
 
     def _poll(self, resources: Resources) -> bool:
-        """Resume the jobs whose wait is over."""
+        """Resume the jobs whose wait is over. Returns whether anything has moved."""
+        is_moving = self._poll_moves(resources)
+        return (resources.current is not None and self._poll_slots(resources)) or is_moving
+
+    def _poll_moves(self, resources: Resources) -> bool:
+        """The same of all that do not wait for a write."""
         fenced, self._fenced = self._fenced, []
         now = self._clock()
         for wait, job in fenced:
@@ -505,8 +578,7 @@ class DataPlane:
                 self._moved[moved.ticket] = moved
         if moves and self._pulling.closing:
             self._pulling.close_unread()
-        is_moving = bool(moves) or len(self._fenced) < len(fenced)
-        return (resources.current is not None and self._poll_slots(resources)) or is_moving
+        return bool(moves) or len(self._fenced) < len(fenced)
 
     def _poll_slots(self, resources: Resources) -> bool:
         """Take what landed in our slots, and send what is ready. Returns whether anything has moved."""
@@ -588,18 +660,19 @@ class DataPlane:
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         self._telling.append((hear, args))
 
-    def _flush_reports(self) -> None:
-        """Send the loop all reports at once: waking it costs more than the reports."""
+    def _flush_reports(self, post: Callable[..., object] | None = None) -> bool:
+        """Send the loop all reports at once: waking it costs more than the reports. Returns whether there were any."""
         if self.send_orders.has_reports:
             sent = self.send_orders.take_reports()
             self._tell(self._listener.on_send_orders, [*self.send_orders.take_reached(), *sent])
         if self.receive_orders.has_reports:
             received = self.receive_orders.take_reports()
             self._tell(self._listener.on_receive_orders, [*self.receive_orders.take_reached(), *received])
-        if self._telling:
-            telling, self._telling = self._telling, []
+        telling, self._telling = self._telling, []
+        if telling:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                self._loop.call_soon_threadsafe(_call_all, telling)
+                (post or self._loop.call_soon_threadsafe)(_call_all, telling)
+        return bool(telling)
 
 
 def _call_all(calls: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:

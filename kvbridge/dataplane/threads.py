@@ -1,7 +1,8 @@
 """How the agent's threads sleep, and who notices that the data plane's hangs.
 
-A sleeping thread wakes late: its processor sleeps too, and its caches are cold. Messages come in chains (an offer, a
-claim, a read), so one is usually followed by another soon: the event loop stays awake for a while after a message.
+A sleeping thread wakes late: its processor sleeps too, and what it has learnt is cold. Messages come in chains (an
+offer, a claim, a read), so one is usually followed by another soon: the event loop stays awake for a while after a
+message, and at first does not even nap.
 
 Nothing can take a thread out of a driver call, and meanwhile the engine's memory is mapped and may be touched. So the
 process ends if the data plane's thread hangs: that unmaps it for certain, and the engine sees it. A supervisor then
@@ -33,6 +34,9 @@ EXIT_CODE = 3
 FRAMES = 6
 # Lets other threads have the interpreter. What comes ends it, and so short a sleep is not deep.
 LINGER_NAP_S = 5e-5
+# After a message the next of its chain mostly follows within this time. Naps until then made wants of one block a tenth
+# slower (NVIDIA H200, a virtual machine, 2026-11): each leaves the virtual machine, and what follows it is cold.
+SPIN_S = 0.002
 # A message that ended a nap is handled two turns later: its task is called, then the one that waits for the task.
 TURNS_AWAKE = 4
 FD_SETSIZE = 1024  # select takes no descriptors from here on; without one a nap just lasts its time
@@ -62,13 +66,17 @@ def _set_slack(nanoseconds: int) -> None:
 class Linger:
     """Keeps one loop awake for `seconds` after each `keep_awake`. With 0 the loop sleeps whenever it can.
 
-    The loop naps in the kernel, where what comes wakes it at once. That needs uvloop; another loop just sleeps as long.
+    At first, for SPIN_S, it only looks, unless `is_needed()`: another thread needs the interpreter. Else it naps in the
+    kernel, where what comes wakes it at once. That needs uvloop; another loop just sleeps as long.
     """
 
-    def __init__(self, seconds: float, nap_s: float = LINGER_NAP_S) -> None:
+    def __init__(
+        self, seconds: float, nap_s: float = LINGER_NAP_S, is_needed: Callable[[], bool] = lambda: True
+    ) -> None:
         self._seconds = seconds
         self._nap_s = nap_s
-        self._until = 0.0
+        self._is_needed = is_needed
+        self._until = self._spins_until = 0.0
         self._is_looking = False
         self._turns = 0  # to go on without a nap
 
@@ -76,7 +84,8 @@ class Linger:
         """Something has happened: stay awake from now on. Called on the loop."""
         if not self._seconds:
             return
-        self._until = time.monotonic() + self._seconds
+        now = time.monotonic()
+        self._until, self._spins_until = now + self._seconds, now + min(SPIN_S, self._seconds)
         self._turns = TURNS_AWAKE  # what came is handled first: no nap can see what already waits in the loop
         if not self._is_looking:
             self._is_looking = True
@@ -88,12 +97,13 @@ class Linger:
 
     def _look(self, loop: asyncio.AbstractEventLoop, awaited: list[int]) -> None:
         """Called again and again: a loop that has something to call does not sleep."""
-        self._is_looking = time.monotonic() < self._until
+        now = time.monotonic()
+        self._is_looking = now < self._until
         if not self._is_looking:
             return
         if self._turns:
             self._turns -= 1
-        elif select.select(awaited, [], [], self._nap_s)[0]:
+        elif (now >= self._spins_until or self._is_needed()) and select.select(awaited, [], [], self._nap_s)[0]:
             self._turns = TURNS_AWAKE
         loop.call_soon(self._look, loop, awaited)
 

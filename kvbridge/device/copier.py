@@ -1,8 +1,9 @@
 """Moves rows between an engine's blocks and slots: the contract of both copiers, and the one without a GPU.
 
-Every call is made on the data plane's thread. `gather`, `digest`, `scatter`, `pull` and `copy` begin a move and return
-its ticket at once, though a pull may begin only at a later `poll`. The move is over when `poll` says so; until then
-memory, slots and pool must stay as they are. All but `copy` may raise Compiling, if they need new kernels.
+Calls are made by one thread at a time: the data plane's, or one that has called `use_here`. `gather`, `digest`,
+`scatter`, `pull` and `copy` begin a move and return its ticket at once, though a pull may begin only at a later `poll`.
+The move is over when `poll` says so; until then memory, slots and pool must stay as they are. All but `copy` may raise
+Compiling, if they need new kernels.
 """
 
 from __future__ import annotations
@@ -68,6 +69,13 @@ class BlockCopier(Protocol):
     def description(self) -> str:
         """For people: which processor, and how it is shared with the engine."""
 
+    @property
+    def brief_bytes(self) -> int:
+        """To begin a pull of one chunk up to this size takes no longer than to wake a thread for it."""
+
+    def use_here(self) -> None:
+        """Let the calling thread make calls, too."""
+
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         """Allocate slots. Raises OperatorError if there is not enough memory."""
 
@@ -108,11 +116,20 @@ class BlockCopier(Protocol):
         digest is of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
-    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(
+        self,
+        sender: AttachedPool,
+        theirs: Part,
+        pool: AttachedPool,
+        ours: Part,
+        has_digest: bool = False,
+        others_follow: bool = False,
+    ) -> int:
         """Read a chunk from the blocks of a peer's engine, convert it, and write it into our engine's blocks.
 
-        With `has_digest` the rows that are read also give their sum64, as `gather` would find it. The move fails
-        (`pull_failed`) if it was to begin later and then could not.
+        With `has_digest` the rows that are read also give their sum64, as `gather` would find it. If `others_follow`
+        before the next `poll`, it may wait for them, to share their launch. The move fails (`pull_failed`) if it was to
+        begin later and then could not.
 
         EngineError, with nothing begun, if either engine is gone or a part is invalid.
         """
@@ -163,6 +180,10 @@ class CpuBlockCopier:
     device = "cpu"
     digests = ("xxh3", "sum64")
     description = "cpu"
+    brief_bytes = 1 << 18
+
+    def use_here(self) -> None:
+        """Any thread may."""
 
     def __init__(self) -> None:
         self._work = Work("cpu")
@@ -213,7 +234,15 @@ class CpuBlockCopier:
                 move(placed, self._work, Span(copy.data_ptr(), slot.size_bytes))
         return self._over(found, expected)
 
-    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(
+        self,
+        sender: AttachedPool,
+        theirs: Part,
+        pool: AttachedPool,
+        ours: Part,
+        has_digest: bool = False,
+        others_follow: bool = False,
+    ) -> int:
         sums = _sums("sum64") if has_digest else None
         with sender.hold() as sender_regions, pool.hold() as regions:
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)

@@ -4,11 +4,12 @@ Gathers and scatters have a stream each, so that incoming chunks do not queue be
 two, so that one launch fills the multiprocessors that the one before leaves at its end. Buffers and events are made in
 advance; a move takes one bundle of them and gives it back at its end.
 
-Small pulls are launched by `poll`, once a bundle is free: by then there may be more, with which they share launches."""
+A small pull that others follow is launched by `poll`, once a bundle is free, together with them."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,6 +81,7 @@ class GpuBlockCopier:
 
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
+    brief_bytes = sys.maxsize  # it is only enqueued
 
     def __init__(
         self,
@@ -96,7 +98,8 @@ class GpuBlockCopier:
         self._kept = moves  # bundles for moves that do not check `has_room`
         self._has_pulls = pulls > 0 and not only_fills
         self._table_bytes = max(TABLE_BYTES, slot_bytes // 16)
-        torch.cuda.set_device(gpu.ordinal)
+        self._gpu = gpu
+        self.use_here()
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
         self._streams = [torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(5)]
@@ -114,6 +117,10 @@ class GpuBlockCopier:
         self._small = SmallPulls()
         self._templates = Templates()
         self._count = 0
+
+    def use_here(self) -> None:
+        self._gpu.use()  # torch does nothing if a thread has its device already, as every thread has the first
+        torch.cuda.set_device(self._gpu.ordinal)
 
     def zeros(self, pool: Pool) -> AttachedPool:
         return AttachedPool.of_zeros(pool, self.device)
@@ -192,11 +199,20 @@ class GpuBlockCopier:
 
         return self._begin(enqueue, pool, expected, True)
 
-    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(
+        self,
+        sender: AttachedPool,
+        theirs: Part,
+        pool: AttachedPool,
+        ours: Part,
+        has_digest: bool = False,
+        others_follow: bool = False,
+    ) -> int:
         with sender.hold() as sender_regions, pool.hold() as regions:
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             pull = self._templates.of(*sides, ours.chunk.size_bytes)
-            is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_PULL_BYTES
+            is_shared = (others_follow or len(self._small) > 0) and self._has_pulls and not has_digest
+            is_small = is_shared and ours.chunk.size_bytes <= SMALL_PULL_BYTES
             most = chunks_at_once(pull.prepared, self._known) if is_small else 0
             if not most:
                 return self._pull(sender, pool, pull, has_digest)

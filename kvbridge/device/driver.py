@@ -69,6 +69,10 @@ class Gpu(Value):
         finally:
             _call("cuCtxPopCurrent")
 
+    def use(self) -> None:
+        """Make this the calling thread's context from here on."""
+        _call("cuCtxSetCurrent", self.context)
+
     @property
     def is_under_mps(self) -> bool:
         """Whether this process is a client of the multi-process service."""

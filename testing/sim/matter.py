@@ -215,7 +215,15 @@ class SimCopier:
 
         return self._begin(pool, end, expected)
 
-    def pull(self, sender: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool = False) -> int:
+    def pull(
+        self,
+        sender: SimAttached,
+        theirs: Part,
+        pool: SimAttached,
+        ours: Part,
+        has_digest: bool = False,
+        others_follow: bool = False,
+    ) -> int:
         if not (sender.is_open and pool.is_open):
             raise EngineError("detached", "its memory is unmapped")
         self._compile("pull", sender.blocks.name, pool.blocks.name, has_digest)

@@ -26,7 +26,7 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Compared
-from kvbridge.exchange.orders import Digested
+from kvbridge.exchange.orders import Digested, Pull
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
 from kvbridge.options import AgentConfig
@@ -94,6 +94,9 @@ class SteppedDataPlane(DataPlane):
         self._open()
 
     def _nap_exactly(self) -> None: ...
+
+    def _may_begin_here(self, pull: Pull) -> bool:
+        return False  # a turn of the thread that comes at once is the same
 
     def _starting_threads(self) -> AbstractContextManager[None]:
         return nullcontext()

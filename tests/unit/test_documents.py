@@ -125,9 +125,9 @@ NO_TIMEOUTS = {
     "kvbridge/agent/scraping.py": {"POLL_S"},
     "kvbridge/agent/spans.py": {"WARN_DROPPED_SPANS_S"},
     "kvbridge/dataplane/data_plane.py": {
-        *("POLL_NAP_S", "POLL_NAPS_S", "LONGEST_NAP_S", "LINGER_ON_GPU_S", "GATHERING_S"),
+        *("POLL_NAP_S", "POLL_NAPS_S", "LONGEST_NAP_S", "LINGER_ON_GPU_S", "GATHERING_S", "LOOKING_S"),
     },
-    "kvbridge/dataplane/threads.py": {"LINGER_NAP_S"},
+    "kvbridge/dataplane/threads.py": {"LINGER_NAP_S", "SPIN_S"},
     "kvbridge/failpoints.py": {"LONGEST_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/routes/rate.py": {"SLOW_BYTES_PER_S", "SLOW_S"},

@@ -71,7 +71,10 @@ def why_not(sender: Site, receiver: Site) -> str:
 
 @dataclass(eq=False, repr=False)
 class PullRoute:
-    """The memory of peers' engines, and the jobs that read it. `tell` calls a function on the loop."""
+    """The memory of peers' engines, and the jobs that read it. `tell` calls a function on the loop.
+
+    `others_follow`: whether there are more orders, perhaps to read, before the copier is polled.
+    """
 
     _resources: Resources
     _tell: Callable[..., None]
@@ -79,6 +82,7 @@ class PullRoute:
     _receive_orders: ReceiveOrders
     _wait_s: float
     _clock: Callable[[], float]
+    _others_follow: Callable[[], bool] = lambda: False
     _peers: dict[EngineMemoryId, Opened] = field(default_factory=dict, init=False)  # memory that new reads use
     _openings: Counter[EngineMemoryId] = field(default_factory=Counter, init=False)
     _measured: list[AttachedPool] = field(default_factory=list, init=False)  # those whose read rate is being measured
@@ -183,7 +187,7 @@ class PullRoute:
         chunk = pull.plan.chunk(index)
         theirs = Part(pull.plan, chunk, pull.peer_tables, True)
         ours = Part(pull.plan, chunk, pull.tables, False)
-        return copier.pull(opened[0], theirs, attached.memory, ours, index in pull.compared)
+        return copier.pull(opened[0], theirs, attached.memory, ours, index in pull.compared, self._others_follow())
 
     def _ended(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]

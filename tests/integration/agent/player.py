@@ -179,8 +179,6 @@ class Whole(Player):
 
     def note_if_silent(self) -> None: ...
 
-    def wake(self) -> None: ...
-
     def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
         take_up(order, self.send_orders, self.receive_orders)
 

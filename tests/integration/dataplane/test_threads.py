@@ -8,8 +8,10 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import pytest
 import uvloop
 
+from kvbridge.dataplane import threads
 from kvbridge.dataplane.threads import Linger
 
 T = TypeVar("T")
@@ -51,6 +53,18 @@ def test_a_stirred_loop_stays_awake_and_then_sleeps() -> None:
         assert linger.looks == looks
 
     _in_a_thread(run())
+
+
+def test_at_first_it_does_not_nap_unless_another_thread_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "SPIN_S", 2 * LONG_NAP_S)
+
+    async def run(is_needed: bool) -> int:
+        linger = CountedLinger(2 * LONG_NAP_S, 0.5, lambda: is_needed)
+        linger.keep_awake()
+        await asyncio.sleep(0.2)  # a nap of half a second would outlast it
+        return linger.looks
+
+    assert _in_a_thread(run(True)) < 10 < 100 < _in_a_thread(run(False))
 
 
 def test_it_lets_others_have_their_turn() -> None:

@@ -172,10 +172,12 @@ class Pulling:
             self.begin(0, 0, kind=kind)
             over(self.copier)
 
-    def begin(self, source: int, target: int, has_digest: bool = False, kind: int = 0) -> int:
+    def begin(
+        self, source: int, target: int, has_digest: bool = False, kind: int = 0, others_follow: bool = True
+    ) -> int:
         """Read block `source` into block `target`. Pulls of two kinds move another number of tokens."""
         parts = [self._part(source, True, kind), self._part(target, False, kind)]
-        return self.copier.pull(self.sender, parts[0], self.receiver, parts[1], has_digest)
+        return self.copier.pull(self.sender, parts[0], self.receiver, parts[1], has_digest, others_follow)
 
     def _part(self, block: int, is_sender: bool, kind: int) -> Part:
         planned, table = self._plans[kind], BlockTable.of(self._pool.groups[0], Blocks(0, 0, (block,)))
@@ -231,6 +233,14 @@ def test_pulls_of_more_kinds_than_can_begin_at_once_wait_for_their_turn(pulling:
     while len(ended) < 5:
         ended += pulling.copier.poll()
     assert sorted(each.ticket for each in ended) == tickets and pulling.copier.has_room
+
+
+def test_a_small_pull_that_none_follows_does_not_wait_unless_others_do(pulling: Pulling) -> None:
+    pulling.begin(1, 4, others_follow=False)
+    assert pulling.launched() == [1] and over(pulling.copier)
+    pulling.begin(1, 4)
+    pulling.begin(2, 6, others_follow=False)
+    assert not pulling.launched() and over(pulling.copier)
 
 
 def test_a_pull_with_a_digest_does_not_wait(pulling: Pulling) -> None:

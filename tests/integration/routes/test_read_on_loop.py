@@ -1,0 +1,178 @@
+"""A small read is begun on the loop, in the turn of the data plane's thread while that sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from kvbridge import failpoints
+from kvbridge.dataplane import data_plane as data_plane_module
+from kvbridge.dataplane.data_plane import DataPlane
+from kvbridge.device.copier import CpuBlockCopier, DeviceLost, Moved
+from kvbridge.exchange.orders import Pull, Pulled, ReceivingReport
+from kvbridge.routes.pull.halves import ReadLease
+from testing.waiting import wait_for
+from tests.integration.routes.test_routes import Agents
+
+WHOSE = ("incarnation", 1, "")
+LOOP = threading.get_ident()
+
+
+class Threads(CpuBlockCopier):
+    """Tells which threads began reads and looked for their ends. A read is over once it `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.looked: set[int] = set()
+        self.may_end, self.is_lost = True, False
+
+    def pull(self, *_: Any) -> int:
+        if self.is_lost:
+            raise DeviceLost("gone")
+        self.begun.append(threading.get_ident())
+        return self._over(0)
+
+    def poll(self) -> list[Moved]:
+        self.looked.add(threading.get_ident())
+        return super().poll() if self.may_end else []
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+        self.died: list[BaseException] = []
+
+    def on_receive_orders(self, reports: Sequence[ReceivingReport]) -> None:
+        self.ended += [each.transfer for each in reports if isinstance(each, Pulled)]
+
+    def on_data_plane_died(self, error: BaseException) -> None:
+        self.died.append(error)
+
+
+class Sleeper(DataPlane):
+    """Says when its thread sleeps until it is woken."""
+
+    sleeps = False
+
+    def _sleep(self, seconds: float) -> bool:
+        self.sleeps = seconds == data_plane_module.IDLE_S
+        return super()._sleep(seconds)
+
+
+@pytest.fixture(autouse=True)
+def _sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_plane_module, "IDLE_S", 300.0)
+
+
+@pytest.fixture
+def copier() -> Threads:
+    return Threads()
+
+
+@pytest.fixture
+def ears() -> Ears:
+    return Ears()
+
+
+@asynccontextmanager
+async def serving(copier: Threads, ears: Ears, **more: Any) -> AsyncIterator[DataPlane]:
+    with ExitStack() as stack:
+        resources = replace(Agents(stack).sender, copier=copier)
+        data_plane = Sleeper(lambda: resources, "us", cast(Any, ears), 5.0, **more)
+        await data_plane.start()
+        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None)), lambda: None
+        await asyncio.to_thread(wait_for, lambda: data_plane.sleeps and not data_plane._turn.locked())
+        yield data_plane
+        await data_plane.stop()
+
+
+def read(data_plane: DataPlane, transfer: str = "t", chunks: int = 1, size_bytes: int = 1024) -> None:
+    lease = ReadLease(time.monotonic())
+    lease.answered(0)
+    plan: Any = SimpleNamespace(total_bytes=size_bytes, chunk=lambda index: index, bytes_of=lambda *_: size_bytes)
+    attached: Any = SimpleNamespace(
+        memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=lambda count: True
+    )
+    data_plane.give(Pull(transfer, "r", WHOSE, plan, {}, {}, 0, chunks, lease, 0, frozenset()), attached)
+
+
+async def until(happened: Any) -> None:
+    async with asyncio.timeout(30):
+        while not happened():  # noqa: ASYNC110 - the thread tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def test_it_is_begun_here_and_its_end_is_seen_here(copier: Threads, ears: Ears) -> None:
+    async with serving(copier, ears) as data_plane:
+        copier.looked.clear()
+        read(data_plane)
+        assert copier.begun == [LOOP] and copier.looked == {LOOP} and not ears.ended, "it is told later"
+        await asyncio.sleep(0)
+        assert ears.ended == ["t"]
+
+
+@pytest.mark.parametrize("why", ["another is under way", "it has two chunks", "it is large", "a failpoint is armed"])
+async def test_it_is_left_to_the_thread_if(
+    copier: Threads, ears: Ears, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(copier, ears) as data_plane:
+        if why == "another is under way":
+            copier.may_end = False
+            read(data_plane, "first")
+        elif why == "a failpoint is armed":
+            monkeypatch.setattr(failpoints, "_armed", None)
+            failpoints.arm("sender.gathered=kill")
+        read(
+            data_plane,
+            chunks=2 if why == "it has two chunks" else 1,
+            size_bytes=copier.brief_bytes + (why == "it is large"),
+        )
+        copier.may_end = True
+        await until(lambda: "t" in ears.ended)
+        assert copier.begun[-1] != LOOP
+
+
+async def test_the_thread_is_woken_to_see_the_end_of_one_that_takes_longer(copier: Threads, ears: Ears) -> None:
+    async with serving(copier, ears) as data_plane:
+        copier.may_end = False
+        copier.looked.clear()
+        read(data_plane)
+        await until(lambda: copier.looked - {LOOP})
+        copier.may_end = True
+        await until(lambda: ears.ended == ["t"])
+        assert copier.begun == [LOOP]
+
+
+async def test_a_lost_gpu_ends_the_data_plane_as_if_its_thread_had_met_it(copier: Threads, ears: Ears) -> None:
+    async with serving(copier, ears) as data_plane:
+        copier.is_lost = True
+        read(data_plane)
+        await until(lambda: ears.died)
+        assert isinstance(ears.died[0], DeviceLost)
+        read(data_plane, "later")
+        assert not copier.begun, "nobody begins anything any more"
+
+
+@pytest.mark.proves("G19")
+async def test_a_loop_that_hangs_in_the_turn_ends_the_process(copier: Threads, ears: Ears) -> None:
+    """As in a driver call that does not return: nobody else could see it."""
+    said = threading.Event()
+
+    def end(reason: str) -> NoReturn:
+        said.set()
+        raise RuntimeError(reason)
+
+    async with serving(copier, ears, stuck_s=0.25, end=end) as data_plane:
+        assert data_plane._turn.acquire(timeout=5)
+        data_plane.close_peer(("nobody", 1, ""))  # wakes the thread
+        assert said.wait(60)
+        await until(lambda: ears.died)
