@@ -29,12 +29,13 @@ from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.unfilled import Filling
 from kvbridge.routes.halves import sending_routes
+from kvbridge.values import Value
 from testing.halves import by_slots
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node
 from tests.unit.exchange.world import make_pool
 
 Move = tuple[Any, ...]
-VALUES = (Struct, AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Fill, Filling, Enum)
+VALUES = (AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Fill, Filling, Enum)
 # What tells states apart:
 SLOT = attrgetter("state", "generation", "transfer")
 INCOMING = attrgetter("state", "ready", "placed", "is_ordered", "is_drained")
@@ -65,7 +66,8 @@ class Copier(pickle.Pickler):
         self.idle, self.values = idle, list[object]()
 
     def reducer_override(self, value: object) -> Any:
-        if not (isinstance(value, VALUES) or value in self.idle):
+        is_message = isinstance(value, Struct) and not isinstance(value, Value)  # a Value may hold what is edited
+        if not (is_message or isinstance(value, VALUES) or value in self.idle):
             return NotImplemented
         self.values.append(value)
         return value_of, (len(self.values) - 1,)
