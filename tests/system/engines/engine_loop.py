@@ -49,6 +49,8 @@ class Loop:
         self.scheduler = self.core.scheduler
         self.drafts: dict[str, list[tuple[int, int]]] = {}
         watch_drafts(self.scheduler, self.drafts)
+        self.preempted: list[str] = []
+        watch_preempted(self.scheduler, self.preempted)
         self.received: dict[str, list[dict[str, np.ndarray]]] = {}
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         self.reads_states: Any = None
@@ -181,6 +183,7 @@ class Loop:
             free_blocks=pool.get_num_free_blocks(),
             blocks=pool.num_gpu_blocks - 1,  # block 0 is never given out
             steps=self.steps,
+            preempted=len(self.preempted),
             cpu_s=usage.ru_utime + usage.ru_stime,
         )
 
@@ -256,6 +259,17 @@ def watch_drafts(scheduler: Any, steps: dict[str, list[tuple[int, int]]]) -> Non
         return right(stats, request_id=request_id, **more)
 
     scheduler.make_spec_decoding_stats = kept
+
+
+def watch_preempted(scheduler: Any, seen: list[str]) -> None:
+    """Keep the requests that are preempted, which vLLM counts as `vllm:num_preemptions`."""
+    right = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **more: Any) -> Any:
+        seen.append(RANDOM.sub("", request.request_id))
+        return right(request, *args, **more)
+
+    scheduler._preempt_request = preempt
 
 
 def watch_received(scheduler: Any, seen: Callable[[str], None]) -> None:

@@ -181,7 +181,7 @@ class EngineProcess:
         return found
 
     def state(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps: so far; link: the
+        """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps, preempted: so far; link: the
         connector's connection to its agent; cpu_s: of the process, so far."""
         return self.ask("state", timeout_s)
 
