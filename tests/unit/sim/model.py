@@ -253,7 +253,7 @@ class State(Network):
     def _lie(self, index: int) -> None:
         """The same chunk again, under another lease; this write is over at once."""
         leaving = self.events[index][2]
-        self.put(self.sender, replace(leaving, lease=_unused(leaving).popleft()))
+        self.put(self.sender, changed(leaving, lease=_unused(leaving).popleft()))
 
     # Ends:
 
