@@ -141,7 +141,13 @@ def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool)
 
 
 def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
-    """What engines refuse of DeepSeek V4, and `_check` in adapters/vllm/layers.py."""
+    """What engines refuse of DeepSeek V4, `_check` in adapters/vllm/layers.py and `check` in sglang/compressed.py."""
+    forms = {
+        "--dsv4-attn-backend trtllm": command.v4_backend == "trtllm",
+        "--enable-deepseek-v4-fp4-indexer": command.has_small_index_keys,
+    }
+    if found := [option for option, is_given in forms.items() if is_given]:
+        yield OperatorError("cache_unsupported", f"{model.family}: {' and '.join(found)}; needs none of it")
     if command.cp > 1:
         reason = f"{model.family}: rows of several tokens, decode_context_parallel_size {command.cp}; needs 1"
         yield OperatorError("context_parallel_unsupported", reason)

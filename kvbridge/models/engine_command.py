@@ -48,6 +48,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "backend": ("--attention-backend",),
         "prefill_backend": ("--dsa-prefill-backend",),
         "decode_backend": ("--dsa-decode-backend",),
+        "v4_backend": ("--dsv4-attn-backend",),
         "drafts": ("--speculative-algorithm",),
         "draft_model": ("--speculative-draft-model-path", "--speculative-draft-model"),
         "model": ("--model-path", "--model"),
@@ -68,9 +69,10 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "is_hisparse": ("--enable-hisparse",),
         "is_sharded": ("--enable-kv-cache-sharding",),
         "is_layer_split": ("--enable-dsa-cache-layer-split",),
+        "has_small_index_keys": ("--enable-deepseek-v4-fp4-indexer",),
     },
 }
-BACKENDS = ("backend", "prefill_backend", "decode_backend")
+BACKENDS = ("backend", "prefill_backend", "decode_backend", "v4_backend")
 DTYPES = ("kv_cache_dtype", "dtype", "index_dtype", "conv_dtype", "state_dtype", "quantization")
 TEXTS = (*DTYPES, *BACKENDS, "state_mode", "drafts", "method", "draft_model", "model", "attention")
 
@@ -79,7 +81,7 @@ TEXTS = (*DTYPES, *BACKENDS, "state_mode", "drafts", "method", "draft_model", "m
 class EngineCommand:
     """One engine as its command line makes it. Sizes count ranks; `tp` is that of attention.
 
-    backend, prefill_backend, decode_backend    of attention, where the command names one
+    backend, prefill_backend, decode_backend, v4_backend    of attention, where the command names one
     keeps_all    layers with windows keep all tokens
     has_private_blocks    vLLM gives no block to another request
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
@@ -90,7 +92,7 @@ class EngineCommand:
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     is_drafting    tokens are predicted, by whatever method
     attn_cp, attn_dcp, has_decode_cache, has_host_cache    SGLang's, refused where they matter
-    is_hisparse, is_sharded, is_layer_split    the same
+    is_hisparse, is_sharded, is_layer_split, has_small_index_keys    the same
     """
 
     engine: str
@@ -109,6 +111,7 @@ class EngineCommand:
     backend: str = ""
     prefill_backend: str = ""
     decode_backend: str = ""
+    v4_backend: str = ""
     keeps_all: bool = False
     has_private_blocks: bool = False
     drafts: str = ""
@@ -121,6 +124,7 @@ class EngineCommand:
     is_hisparse: bool = False
     is_sharded: bool = False
     is_layer_split: bool = False
+    has_small_index_keys: bool = False
 
 
 class Parser(argparse.ArgumentParser):

@@ -179,6 +179,12 @@ def test_a_dtype_that_the_engine_refuses_for_deepseek_v4_is_refused(command: str
         pools_of(read(DEEPSEEK_V4), parse(command), "m", "e")
 
 
+@pytest.mark.parametrize("option", ["--dsv4-attn-backend trtllm", "--enable-deepseek-v4-fp4-indexer"])
+def test_other_forms_of_deepseek_v4_are_refused_as_by_sglangs_adapter(option: str) -> None:
+    with refused(OperatorError, "cache_unsupported", f"deepseek_v4: {option}; needs none of it"):
+        pools_of(read(DEEPSEEK_V4), parse(f"sglang {option}"), "m", "e")
+
+
 @pytest.mark.parametrize("ratios", [[0, 8], [4], [0, 4, 128] * 14])
 def test_rows_of_which_we_do_not_know_what_is_beside_them_are_refused(ratios: list[int]) -> None:
     with refused(OperatorError, "bad_model_config", "compress_ratios: .+ known are 0, 1, 4 and 128 for each layer"):
