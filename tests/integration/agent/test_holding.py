@@ -46,6 +46,7 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(ben
     bench.fill(table, range(TOKENS))
     for request in ("awaited", "forgotten"):
         bench.offer(request, table, TOKENS, hold_s=HOLD_S)
+    wait_for(lambda: len(offers(bench)) == 2)
     time.sleep(LATER_S)
     receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
     assert sender.told(Held).numbers == (number_of("awaited"),)
