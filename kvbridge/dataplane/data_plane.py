@@ -150,6 +150,7 @@ class DataPlane:
         self._notices: Decoder[Notice] = Decoder(Notice, NOTICE)
         self._turn = threading.Lock()  # whoever holds it may touch everything that is the thread's
         self._looking_until = 0.0  # the loop, at what it has begun
+        self._begun_here: set[int] = set()  # by ticket
         self._failure: BaseException | None = None  # that the loop met in the thread's place
         self._stopping = False
         self._is_idle = False  # it naps or sleeps, and waits for nothing but an order
@@ -224,7 +225,7 @@ class DataPlane:
         if not is_brief or not self._turn.acquire(blocking=False):
             return False
         is_busy = self._tasks or self._moving or self._fenced  # in their order, and small reads share launches
-        if is_busy or self._stopping or armed():  # a failpoint may hold up who passes it
+        if is_busy or self._pulling.closing or self._stopping or armed():  # a failpoint may hold up who passes it
             self._turn.release()
             return False
         return True
@@ -234,9 +235,16 @@ class DataPlane:
         self._take_turn_here(lambda: self._resume(self._pulling.pull(pull, attached), None))
 
     def _look(self) -> None:
-        """Look on the loop whether what it has begun is over, unless the thread does so."""
-        if self._turn.acquire(blocking=False):
+        """Look on the loop whether what it has begun is over, unless the thread does so.
+
+        What the thread has begun since, it goes on with itself: to post a write or to unmap memory may block.
+        """
+        if not self._turn.acquire(blocking=False):
+            return
+        if self._moving.keys() == self._begun_here and not (self._fenced or self._pulling.closing):
             self._take_turn_here(lambda: None)
+        else:
+            self._turn.release()
 
     def _take_turn_here(self, begin: Callable[[], None]) -> None:
         """What the thread would do between two naps. Ends the turn, and sees to it that somebody takes the next."""
@@ -246,6 +254,7 @@ class DataPlane:
             self._flush_reports(self._loop.call_soon)
         except (Exception, DeviceLost) as error:  # the thread ends with it
             self._failure = error
+        self._begun_here = set(self._moving)
         is_looking = bool(self._moving) and self._failure is None and self._clock() < self._looking_until
         is_left = bool(self._moving or self._fenced or self._failure)
         self._turn.release()

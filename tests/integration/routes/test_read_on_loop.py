@@ -15,6 +15,7 @@ import pytest
 
 from kvbridge import failpoints
 from kvbridge.dataplane import data_plane as data_plane_module
+from kvbridge.dataplane.attached import Job, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.device.copier import CpuBlockCopier, DeviceLost, Moved
 from kvbridge.exchange.orders import Pull, Pulled, ReceivingReport
@@ -150,6 +151,28 @@ async def test_the_thread_is_woken_to_see_the_end_of_one_that_takes_longer(copie
         copier.may_end = True
         await until(lambda: ears.ended == ["t"])
         assert copier.begun == [LOOP]
+
+
+async def test_the_loop_does_not_go_on_with_what_the_thread_began_meanwhile(
+    copier: Threads, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a send: its gather is over, and NIXL, which one thread owns, may block while the write is posted."""
+    monkeypatch.setattr(data_plane_module, "LOOKING_S", 60.0)
+    ran: list[int] = []
+
+    def send() -> Job:
+        ran.append(threading.get_ident())
+        yield WaitMove(copier._over(0))
+        ran.append(threading.get_ident())
+
+    async with serving(copier, ears) as data_plane:
+        copier.may_end = False
+        read(data_plane)
+        data_plane._put(lambda: data_plane._resume(send(), None))
+        await until(lambda: ran)
+        copier.may_end = True
+        await until(lambda: len(ran) == 2 and ears.ended)
+        assert LOOP not in ran
 
 
 async def test_a_lost_gpu_ends_the_data_plane_as_if_its_thread_had_met_it(copier: Threads, ears: Ears) -> None:
