@@ -317,6 +317,18 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
         one.assert_empty()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_takes_as_many_blocks_as_agents_are_asked_for(tmp_path: Path, mode: str) -> None:
+    """The state at the last boundary, the last one, and one for each drafted token."""
+    one = world(tmp_path, mode)
+    request = one.request(BLOCK * 3 + 5, max_tokens=9)
+    one.steps(2)
+    tables = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    taken = sum(len(ids) - ids.count(0) for ids in tables)
+    assert one.connector.scheduler._tables.count(request.num_prompt_tokens) == taken
+    one.finish()
+
+
 @pytest.mark.proves("G13")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 @pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
