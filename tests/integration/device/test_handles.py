@@ -6,10 +6,10 @@ import mmap
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvbridge.device import driver
 from kvbridge.device.handles import check_exportable, export, export_all
