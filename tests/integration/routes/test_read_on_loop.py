@@ -182,6 +182,7 @@ async def test_a_lost_gpu_ends_the_data_plane_as_if_its_thread_had_met_it(copier
         read(data_plane)
         await until(lambda: ears.died)
         assert isinstance(ears.died[0], DeviceLost)
+        copier.is_lost = False
         read(data_plane, "later")
         assert not copier.begun, "nobody begins anything any more"
 
