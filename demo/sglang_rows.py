@@ -56,7 +56,8 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
         rows[f"{layer}.index_key"] = _bytes(pool.get_index_k_buffer(layer)[slots])
     drafts = () if scheduler.draft_worker is None else scheduler.draft_worker._draft_model_runners()
     for number, runner in enumerate(drafts, start=scheduler.model_config.num_hidden_layers):  # after the model's
-        rows |= _rows(runner.token_to_kv_pool, slots, number)
+        own = runner.token_to_kv_pool
+        rows |= _rows(getattr(own, "full_kv_pool", own), slots, number)
     if hasattr(pool, "index_key_cache"):
         rows |= _index_keys(pool, slots)
     parallel = get_parallel()

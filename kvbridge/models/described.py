@@ -122,9 +122,6 @@ def _takes_block_scales(model: ModelCache, command: EngineCommand, said: str) ->
 def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
     """As `state_of` in adapters/vllm/states.py and `check` in adapters/sglang/states.py refuse them."""
     if command.engine == "sglang":
-        if command.is_drafting:
-            found = f"{model.family}: --speculative-algorithm"
-            yield refusal("cache_unsupported", "sglang", "drafted state", found)
         if command.has_decode_cache and command.has_host_cache and is_decoder:
             found = f"{model.family}: --enable-hierarchical-cache"
             yield refusal("cache_unsupported", "sglang", "state", found)

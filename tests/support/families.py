@@ -30,6 +30,7 @@ CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_STATES = "[CPU](../tests/system/engines/test_states.py)"
 CPU_DRAFTED_STATES = "[CPU](../tests/system/engines/test_state_drafts.py)"
+CPU_SGLANG_DRAFTED_STATES = "[CPU](../tests/system/sglang/test_state_drafts.py)"
 CPU_SGLANG_STATES = "[CPU](../tests/system/sglang/test_states.py)"
 GPU_SGLANG_STATES = "[GPU](../tests/system/gpu/sglang_state_pairs.py)"
 CPU_STATES_ACROSS = "[CPU](../tests/system/cross/test_states.py)"
@@ -285,7 +286,7 @@ FAMILIES = (
         "Gated DeltaNet states, full, and the draft's layer",
         "HybridLinearKVPool",
         sides=BOTH_DRAFT,
-        on_engines=(f"{GPU_STATES}, {CPU_DRAFTED_STATES}", "", ""),
+        on_engines=(f"{GPU_STATES}, {CPU_DRAFTED_STATES}", CPU_SGLANG_DRAFTED_STATES, ""),
         stopped=21,
     ),
     Family(

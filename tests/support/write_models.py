@@ -30,10 +30,9 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. Those with states and drafts, which are of SGLang, count once SGLang's are carried, too; 3
-of Kimi K3 split tokens among ranks (decode context parallelism), which is refused beside states. Which forms those with
-compressed latents ask SGLang for was not looked at. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV
-in NVFP4.
+first, so only in sum: TABLE. 3 of Kimi K3 split tokens among ranks (decode context parallelism), which is refused
+beside states. Which forms those with compressed latents ask SGLang for was not looked at. All of MiniMax M3's are of
+vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
@@ -52,9 +51,9 @@ dtype, with any parallel sizes and blocks, whatever order the scales lie in ([vL
 [SGLang](sglang.md#limits)).
 
 **States.** Of other parallel sizes, blocks and dtypes, and either `VLLM_SSM_CONV_STATE_LAYOUT`, with or without a
-prefix cache on either side: in [vLLM](vllm.md#limits) 0.30 or later, also with drafts (other numbers of them, or on
-one side only), and in [SGLang](sglang.md#limits) without drafts. A state is that after one token: between vLLM and
-SGLang the router [says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
+prefix cache on either side, and with drafts (other numbers of them, or on one side only): in [vLLM](vllm.md#limits)
+0.30 or later, and in [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
+[says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
 
 **Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) and between SGLang servers, with
 other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of these are computed. What the next

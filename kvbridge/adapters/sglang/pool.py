@@ -111,7 +111,7 @@ def _found(queue: Any, shard: Shard, is_decoder: bool) -> Found:
         return compressed.found(pool, drafts.pools(queue), _depth(queue), is_decoder)
     modules = _modules(queue.scheduler.tp_worker.model_runner.model)
     of_model = _groups(queue, shard, modules, is_decoder)
-    of_draft = _draft_layers(queue, shard, modules, _depth(queue))
+    of_draft = _draft_layers(queue, shard, modules, states.first_draft(queue, _depth(queue)))
     groups = [*of_model, *of_draft]
     rows = [each for group in groups for each in _planes(group, modules)]
     state = states.found(queue, shard)
@@ -168,15 +168,15 @@ def check(queue: Any) -> None:
         raise _unsupported(f"KV pool: HybridLinearKVPool of {kind}, must be of {' or '.join(BESIDE_STATES)}")
     for draft in drafts.pools(queue):
         _check_kind("draft model's KV pool", draft)
-        supported = (compressed.KIND,) if is_compressed else DRAFT_POOLS
-        if (kind := type(draft).__name__) not in supported:
+        rows, supported = states.beside(draft), (compressed.KIND,) if is_compressed else DRAFT_POOLS
+        if (kind := type(rows).__name__) not in supported:
             raise draft_refusal(kind, supported)
         if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
             raise _unsupported(f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
         if is_compressed:
             compressed.check_draft(draft, pool)
         else:
-            _check_rows(draft)
+            _check_rows(rows)
 
 
 def _check_kind(place: str, pool: Any) -> None:
@@ -265,9 +265,7 @@ def _pools(pool: Any) -> tuple[Any, ...]:
         return ()
     if _is_minimax(pool):
         return (pool.main_pool,)
-    if states.has_states(pool):
-        return (pool.full_kv_pool,)
-    return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (pool,)
+    return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (states.beside(pool),)
 
 
 def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> list[LayerGroup]:
@@ -290,21 +288,21 @@ def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> lis
     return [full, LayerGroup(window, WINDOW_GROUP, layers, _heads(window, total, shard), kept, {})]
 
 
-def _draft_layers(queue: Any, shard: Shard, modules: Modules, depth: int) -> list[LayerGroup]:
+def _draft_layers(queue: Any, shard: Shard, modules: Modules, first: int) -> list[LayerGroup]:
     """The draft model's layers, in the same pages as the model's full ones. Adds their modules.
 
-    Each pool counts from a number of its own. Here they come after the model's, in order.
+    Each pool counts from a number of its own. Here they come after the model's, in order, from `first` on.
     """
     found: list[LayerGroup] = []
     for runner in drafts.runners(queue):
         pool = runner.token_to_kv_pool
-        numbers = {layer: depth + place for place, layer in enumerate(_numbers(pool))}
-        depth += len(numbers)
+        numbers = {layer: first + place for place, layer in enumerate(_numbers(pool))}
+        first += len(numbers)
         own = _modules(runner.model).items()
         modules |= {(kind, numbers[layer]): module for (kind, layer), module in own if layer in numbers}
         index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
         total = runner.model_config.get_total_num_kv_heads
-        found.append(_group(pool, tuple(numbers.values()), total, shard, index))
+        found.append(_group(states.beside(pool), tuple(numbers.values()), total, shard, index))
     return found
 
 

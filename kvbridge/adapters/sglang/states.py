@@ -5,6 +5,10 @@ last rows of the short convolution's input, and the state proper. On the prefill
 between its last chunk and its sender's end: SGLang's prefix cache gets a copy, and the slot goes to the cache, or is
 free, only after that. So the slot is offered as it is, and held. What comes to the decode side fills the whole slot:
 SGLang does not clear it.
+
+Drafts change none of this. A slot has the state after the last token that was accepted, and is as large as without
+drafts; states after each drafted token are in memory of their own, by step. The draft model's pool is of the same class
+if the model's own module drafts (MTP): it has rows of its own, and the model's `MambaPool`, which it does not use.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from ...errors import OperatorError
 from ..engine.memory import CODEC_OF
 from ..engine.records import Heads, State
 from ..engine.unsupported import refusal
+from . import drafts
 
 STATE_GROUP = 1  # the number of the group of states; the attention layers' is 0
 # Of requests' places. A unified pool's slots are not where their numbers say.
 PLACES = ("HybridReqToTokenPool", "HybridMambaDecodeReqToTokenPool")
+MODULES = ("RadixLinearAttention", "MambaMixer2")  # SGLang's, of layers with a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,11 @@ def has_states(pool: Any) -> bool:
     return type(pool).__name__ == "HybridLinearKVPool"
 
 
+def beside(pool: Any) -> Any:
+    """The pool of the rows beside its states; the pool itself if it has no states."""
+    return pool.full_kv_pool if has_states(pool) else pool
+
+
 def attention(pool: Any) -> tuple[int, ...]:
     """The model's numbers of the attention layers, in the order of the pool's tensors."""
     return tuple(int(layer) for layer in pool.full_attention_layer_id_mapping)
@@ -49,13 +60,12 @@ def attention(pool: Any) -> tuple[int, ...]:
 def check(queue: Any) -> None:
     """Raise OperatorError if requests have states that are not carried."""
     places, pool = queue.scheduler.req_to_token_pool, queue.token_to_kv_pool
+    _check_draft(queue, getattr(pool, "mamba_pool", None))
     if not hasattr(places, "get_state_buf_infos"):  # as SGLang itself finds them
         return
     found = f"KV pool: {type(pool).__name__} beside {type(places).__name__}"
     if not has_states(pool) or type(places).__name__ not in PLACES or pool.mamba_pool is not places.mamba_pool:
         raise refusal("cache_unsupported", "sglang", "state", found)
-    if queue.draft_token_to_kv_pool is not None:
-        raise refusal("cache_unsupported", "sglang", "drafted state", found)
     if getattr(queue.scheduler, "enable_decode_hicache", False):
         # It brings back the rows of a prefix and no state, and a state that is on its way looks as if it were there.
         raise refusal("cache_unsupported", "sglang", "state", f"{found} and --enable-hierarchical-cache")
@@ -63,6 +73,22 @@ def check(queue: Any) -> None:
     if states._slot_siblings or states.enable_linear_replayssm:
         found += f" with {type(states._slot_siblings[0]).__name__ if states._slot_siblings else 'replayssm'}"
         raise refusal("cache_unsupported", "sglang", "state", found)
+
+
+def _check_draft(queue: Any, states: Any) -> None:
+    """Raise OperatorError if a draft model has states of its own: in a pool other than the model's `states`."""
+    for runner in drafts.runners(queue):
+        modules = [] if states is None else runner.model.modules()
+        kinds = {kind for module in modules if (kind := type(module).__name__) in MODULES}
+        if kinds or getattr(runner.token_to_kv_pool, "mamba_pool", states) is not states:
+            what = " and ".join(sorted(kinds)) or "a MambaPool of its own"
+            raise refusal("cache_unsupported", "sglang", "drafted state", f"draft model of {what}")
+
+
+def first_draft(queue: Any, depth: int) -> int:
+    """The number of a draft model's first layer: behind the model's, and states beside attention in one layer."""
+    pool = queue.token_to_kv_pool
+    return depth * (1 + (has_states(pool) and not set(attention(pool)).isdisjoint(pool.mamba_pool.mamba_layer_ids)))
 
 
 def found(queue: Any, shard: Shard) -> States | None:
@@ -84,7 +110,7 @@ def found(queue: Any, shard: Shard) -> States | None:
 
 def _state(model: torch.nn.Module, states: Any, shard: Shard) -> State:
     """What the model's layers keep, of all ranks: the modules know their heads, the pool how many rows."""
-    kinds = {"RadixLinearAttention": _delta, "MambaMixer2": _mamba2}
+    kinds = dict(zip(MODULES, (_delta, _mamba2), strict=True))
     modules = {kind: module for module in model.modules() if (kind := type(module).__name__) in kinds}
     if len(modules) != 1 or len(states.mamba_cache.conv) != 1:
         what = " and ".join(sorted(modules)) or "layers that kvbridge does not know"

@@ -117,7 +117,10 @@ def beside_states(family: Family, tp: int) -> Any:
         size = {"head_num": 1, "use_mla": True, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     rows = [i for i, layer in layers if layer and layer.kind != "state"]
     states = rows if model.has_states_beside else [i for i, layer in layers if layer and layer.kind == "state"]
-    side = States(kind, tp, tp - 1, layers=(states, rows), attention=size)
+    drafts = int("speculative" in family.sides.get("sglang", ("", ""))[1])  # MTP: the model's own
+    side = States(kind, tp, tp - 1, layers=(states, rows), attention=size, drafts=drafts, mamba_spec_state_size=1)
+    if drafts:
+        drafting(side.queue, side.draft, heads=attention.kv_heads, path="", algorithm="NEXTN")
     config = side.queue.scheduler.model_config
     config.get_total_num_kv_heads = lambda: attention.kv_heads
     config.hf_text_config.num_hidden_layers = len(layers)

@@ -36,6 +36,7 @@ from kvbridge.geometry.overlap import overlaps
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
 from testing.carried import OnCpu, move
+from testing.oracle import take_rows
 from testing.pools import Held
 from testing.refusals import refused
 from tests.integration.adapters.small import held
@@ -45,7 +46,9 @@ from tests.integration.adapters.test_sglang_pool import (  # noqa: F401
     TOKENS,
     WIDTH,
     RadixAttention,
+    drafting,
     on_a_cpu,
+    plain,
     queue_of,
     sparse,
 )
@@ -156,13 +159,17 @@ class Side:
         *,
         layers: tuple[list[int], list[int]] = (STATES, ATTENTION),
         attention: dict[str, Any] | None = None,
+        drafts: int = 0,
         **more: Any,
     ) -> None:
+        """With `drafts` tokens in a step, the model's own module drafts (MTP)."""
         from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
         self.kind, self.tp, self.rank = KINDS[kind] if isinstance(kind, str) else kind, tp, rank
+        self.drafts = drafts
         own = {"size": 4, "mamba_size": SLOTS, "mamba_spec_state_size": 4, "max_context_len": LENGTH}
         own |= {"device": "cpu", "enable_memory_saver": False, "enable_mamba_extra_buffer": False}
+        own |= {"speculative_num_draft_tokens": drafts or None, "speculative_eagle_topk": 1 if drafts else None}
         params = self.kind.params(tp, layers[0], dtypes)
         self.places = HybridReqToTokenPool(**own | more, cache_params=params, mamba_layer_ids=layers[0])
         size = {"size": TOKENS, "dtype": BF16, "page_size": PAGE, "head_num": HEADS // tp, "head_dim": WIDTH}
@@ -172,6 +179,11 @@ class Side:
         self.queue.scheduler.req_to_token_pool = self.places
         modules = [*map(RadixAttention, layers[1]), *(self.kind.module(tp) for _ in layers[0])]
         self.queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
+        if drafts:  # as `_build_hybrid_linear_kv_pool` makes it: with the model's own states, which it does not use
+            self.draft = HybridLinearKVPool(
+                **size | {"full_attention_layer_ids": [0]}, mamba_pool=self.places.mamba_pool
+            )
+            drafting(self.queue, self.draft, heads=size["head_num"] * tp, path="", algorithm="NEXTN")
 
     @property
     def cache(self) -> Any:
@@ -194,7 +206,9 @@ class Side:
     def buffers(self) -> list[torch.Tensor]:
         attention = self.pool.full_kv_pool
         rows = [*attention.kv_buffer] if self.pool.use_mla else [*attention.k_buffer, *attention.v_buffer]
-        return [*self.cache.conv, self.cache.temporal, *rows]
+        pool = self.places.mamba_pool
+        scratch = [*pool._intermediate_conv_window_phys, self.cache.intermediate_ssm] if self.drafts else []
+        return [*self.cache.conv, self.cache.temporal, *rows, *scratch]
 
     def copy(self) -> list[torch.Tensor]:
         return [each.clone() for each in self.buffers()]
@@ -354,7 +368,6 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda side: setattr(side.queue, "draft_token_to_kv_pool", object()), "beside drafts yet; needs a server"),
         (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
         (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
         (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "hierarchical-.+ this kind"),
@@ -369,6 +382,86 @@ def test_other_states_are_refused_by_name(change: Any, text: str) -> None:
     change(side)
     with refused(OperatorError, "cache_unsupported", text):
         describe(side.queue, Shard(), model_name="m", engine_id="e")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda side: setattr(side.draft, "mamba_pool", Side().places.mamba_pool), "a MambaPool of its own"),
+        (lambda side: module_of(side).append(KINDS["gated"].module(1)), "RadixLinearAttention"),
+        (lambda side: module_of(side).append(KINDS["groups"].module(1)), "MambaMixer2"),
+    ],
+)
+def test_a_draft_model_with_states_of_its_own_is_refused_by_name(change: Any, what: str) -> None:
+    side = Side(drafts=2)
+    change(side)
+    with refused(OperatorError, "cache_unsupported", f"draft model of {what}: .+ beside drafts yet; needs a server"):
+        describe(side.queue, Shard(), model_name="m", engine_id="e")
+
+
+def module_of(side: Side) -> Any:
+    (runner,) = side.queue.scheduler.draft_worker._draft_model_runners()
+    return runner.model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (0, 3), (3, 0)])
+def test_a_slot_is_what_it_is_whatever_either_side_drafts(kind: str, ours: int, theirs: int) -> None:
+    """Rows of the draft come with it, or are zeros. States of drafted tokens are nobody else's."""
+    latent = LATENT if kind == "kda" else None
+    for tp, ranks in ((1, 1), (2, 1), (1, 2)):
+        senders = [Side(kind, tp, rank, drafts=ours, attention=latent) for rank in range(tp)]
+        for sender in senders:
+            torch.manual_seed(5)
+            for each in [each for each in sender.buffers() if each.dtype == BF16]:
+                each.normal_()
+            sender.put(1)
+        for rank in range(ranks):
+            side = Side(kind, ranks, rank, drafts=theirs, attention=latent)
+            side.fill()
+            before, expected = side.copy(), Side(kind, ranks, rank)
+            expected.put(3)
+            carry(senders, 1, side, 3)
+            for found, was, whole in zip(side.buffers()[:2], before, expected.buffers(), strict=False):
+                was[:, 3] = whole[:, 3]
+                assert torch.equal(found.view(torch.uint8), was.view(torch.uint8)), (tp, ranks, rank)
+            for found, was in zip(side.buffers()[2:], before[2:], strict=True):
+                assert torch.equal(found.view(torch.uint8), was.view(torch.uint8)), "rows, or what is drafted"
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["k and v", "latents"])
+def test_the_draft_s_rows_are_in_the_group_of_attention(latent: bool) -> None:
+    side = Side("kda" if latent else "gated", attention=LATENT if latent else None, drafts=2)
+    pool = side.memory.pool
+    assert (pool.model.depth, pool.model.drafts, pool.model.draft) == (LAYERS, (LAYERS,), "m")
+    assert [group.kind for group in pool.groups] == ["full", "state"]
+    rows = {plane.layer: plane for plane in pool.planes if not plane.group}
+    assert rows.keys() == {*ATTENTION, LAYERS}
+    for (layer,), own in ((ATTENTION, side.pool), ([LAYERS], side.draft)):
+        buffers = own.full_kv_pool.kv_buffer if latent else [*own.full_kv_pool.k_buffer, *own.full_kv_pool.v_buffer]
+        planes = [plane for plane in pool.planes if plane.layer == layer]
+        for plane, buffer in zip(planes, buffers, strict=True):
+            buffer.view(torch.uint8).random_(256)
+            found = take_rows(held(side.memory), plane, np.arange(len(buffer)))
+            assert np.array_equal(found, buffer.view(torch.uint8).numpy())
+    before = side.copy()
+    export_all(side.memory.storages)
+    for each in (side.pool, side.draft):
+        moved(each)
+        own = each.full_kv_pool
+        buffers = own.kv_buffer if latent else [*own.k_buffer, *own.v_buffer]
+        assert own.data_ptrs.tolist() == [buffer.data_ptr() for buffer in buffers]
+    for ours, was in zip(side.buffers(), before, strict=True):
+        assert torch.equal(ours.view(torch.uint8), was.view(torch.uint8))
+
+
+def test_a_draft_comes_after_states_that_are_beside_attention_in_one_layer() -> None:
+    """Falcon-H1, with a draft model of another kind: no two layers have one number."""
+    side = Side("groups", layers=([0, 1, 2, 3], [0, 1, 2, 3]))
+    drafting(side.queue, plain(layer_num=1))
+    model = side.memory.pool.model
+    assert (model.depth, model.drafts) == (4, (8,))
+    assert [layer.kind for layer in model.layers if layer] == ["full"] * 4 + ["state"] * 4 + ["full"]
 
 
 @pytest.mark.parametrize("more", [{"dtypes": (torch.float8_e4m3fn, FP32)}, {"kind": "groups"}])

@@ -7,7 +7,7 @@ The pools, the scheduler and all that decides which state is in which slot are S
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -64,14 +64,18 @@ def _be_dense(models: Any) -> None:
 
 def register() -> None:
     """Replace what runs on a GPU only. Call it in each of SGLang's processes, before it makes an engine."""
+    import torch
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.models import qwen3_next
 
     kernel = gdn_backend.TritonGDNKernel
     kernel.supports_packed_decode, kernel.extend, kernel.decode = False, _extend, _decode
+    kernel.target_verify, hybrid.scatter_mamba_states_after_mtp_verify = _verify, _accept
     gdn_backend.causal_conv1d_fn, gdn_backend.causal_conv1d_update = _convolve, _convolve_one
     gdn_backend.fused_gdn_gating = _gates
+    torch.cuda.synchronize = lambda device=None: None  # the module that drafts calls it
     qwen3_next.fused_qkvzba_split_reshape_cat = _split
     FusedRMSNormGated.forward = _norm
     if DENSE in os.environ:
@@ -101,11 +105,20 @@ def _convolve(
     return torch.nn.functional.silu(torch.cat(parts, 1))
 
 
-def _convolve_one(x: Any, conv_state: Any, weight: Any, bias: Any, _: Any, conv_state_indices: Any) -> Any:
-    """`x` is [requests, channels]."""
+def _convolve_one(
+    x: Any, conv_state: Any, weight: Any, bias: Any, _: Any, conv_state_indices: Any, **verified: Any
+) -> Any:
+    """`x` is [requests, channels]; of tokens to verify [requests, channels, tokens], with a window kept after each."""
     import torch
 
     slots = conv_state_indices.long()
+    if verified:
+        kept, rows = verified["intermediate_conv_window"], verified["intermediate_state_indices"].long()
+        seen = torch.cat([conv_state[slots].to(x.dtype), x], 2)
+        window = conv_state.shape[2]
+        for token in range(x.shape[2]):
+            kept[rows, token] = seen[:, :, token + 1 : token + 1 + window].to(kept.dtype)
+        return torch.nn.functional.silu(torch.nn.functional.conv1d(seen, weight[:, None], bias, groups=seen.shape[1]))
     seen = torch.cat([conv_state[slots].to(x.dtype), x[:, :, None]], 2)
     conv_state[slots] = seen[:, :, 1:].to(conv_state.dtype)
     out = (seen * weight).sum(-1)
@@ -142,9 +155,13 @@ def _extend(
     ssm_states: Any,
     cache_indices: Any,
     query_start_loc: Any,
+    keep: Callable[[int, int, Any], None] | None = None,
     **_: Any,
 ) -> tuple[Any, None, None]:
-    """The recurrence, token by token. A fresh slot is zeros: SGLang has cleared it."""
+    """The recurrence, token by token. A fresh slot is zeros: SGLang has cleared it.
+
+    With `keep` the slot stays, and that gets each request's place, token and state.
+    """
     import torch
 
     repeats, width = v.shape[2] // q.shape[2], q.shape[3]
@@ -159,12 +176,38 @@ def _extend(
             missing = (values[token] - torch.einsum("hvk,hk->hv", state, k[token])) * gate[token][:, None]
             state = state + missing[:, :, None] * k[token][:, None]
             out[token] = torch.einsum("hvk,hk->hv", state, q[token]) * width**-0.5
-        ssm_states[slot] = state.to(ssm_states.dtype)
+            if keep:
+                keep(number, token - first, state)
+        if not keep:
+            ssm_states[slot] = state.to(ssm_states.dtype)
     return out.to(v.dtype)[None], None, None
 
 
 def _decode(self: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, **more: Any) -> Any:
     return _extend(self, q, k, v, *_gates(A_log, a, b, dt_bias), **more)[0]
+
+
+def _verify(self: Any, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, **more: Any) -> Any:
+    """Of drafted tokens: the states after each of them are kept, and the slot is as it was."""
+    kept, rows = more["intermediate_states_buffer"], more["intermediate_state_indices"].tolist()
+
+    def keep(number: int, token: int, state: Any) -> None:
+        kept[rows[number], token] = state.to(kept.dtype)
+
+    return _extend(self, q, k, v, *_gates(A_log, a, b, dt_bias), keep=keep, **more)[0]
+
+
+def _accept(caches: Any, slots: Any, steps: Any, tracked: Any, tracked_steps: Any, src_indices_raw: Any = None) -> None:
+    """The states after the last accepted tokens go to the requests' slots."""
+    import torch
+
+    assert tracked is None and src_indices_raw is None
+    requests, slots = torch.arange(len(steps)), slots.long()
+    pairs = zip(
+        (caches.temporal, *caches.conv), (caches.intermediate_ssm, *caches.intermediate_conv_window), strict=True
+    )
+    for whole, kept in pairs:
+        whole[:, slots] = kept[:, requests, steps.long()]
 
 
 def _norm(self: Any, x: Any, z: Any, *_: Any, **__: Any) -> Any:

@@ -312,13 +312,23 @@ def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
     [
         ("vllm --mamba-cache-mode all", "mamba_cache_mode all.+of every block; needs --mamba-cache-mode align"),
         ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
-        ("sglang --speculative-algorithm NEXTN", "beside drafts yet; needs a server without --speculative-algorithm"),
     ],
 )
 def test_states_that_are_not_carried_are_refused_before_anything_starts(command: str, text: str) -> None:
     states = next(family for family in FAMILIES if family.name == "states and full attention")
     with pytest.raises(OperatorError, match=text):
         pools_of(read(states.config), parse(command), "m", "e")
+
+
+def test_sglang_drafts_beside_any_state() -> None:
+    for name, algorithm, drafts in (
+        ("states and full attention", "NEXTN", 1),
+        ("states and full attention", "NGRAM", 0),
+        ("Mamba 2 states and full attention", "NGRAM", 0),
+    ):
+        model = read(next(each.config for each in FAMILIES if each.name == name))
+        (pool,) = pools_of(model, parse(f"sglang --speculative-algorithm {algorithm}"), "m", "e")
+        assert pool.model.drafts == tuple(range(len(model.layers), len(model.layers) + drafts))
 
 
 @pytest.mark.parametrize(
