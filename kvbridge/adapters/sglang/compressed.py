@@ -54,16 +54,15 @@ def is_compressed(pool: Any) -> bool:
 
 def check(pool: Any) -> None:
     """Raise OperatorError if this pool, or that of a draft model, holds rows in a form that is not carried."""
-    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
-
+    layout = str(getattr(getattr(pool, "kv_layout", None), "value", "unknown"))  # other SGLang versions do not say it
     if set(pool.compression_ratios) - {0, *STATE_GROUPS}:
         raise refusal("cache_unsupported", "sglang", "bounded", f"KV pool: {KIND} of {pool.compression_ratios}")
     states = [each for each in pool.compress_state_pools if each is not None]
     index = pool.c4_indexer_kv_pool
     refused = {
         "a ring of the window's rows for each request": pool.swa_kv_pool is None or pool.swa_req_ring_size is not None,
-        "rows of 512 fp8 numbers (--dsv4-attn-backend trtllm)": pool.uniform_fp8,
-        f"rows in the form {pool.kv_layout.value} (SGLANG_DSV4_KV_LAYOUT)": pool.kv_layout is not KVLayout.V4,
+        "rows of 512 fp8 numbers (--dsv4-attn-backend trtllm)": getattr(pool, "uniform_fp8", False),
+        f"rows in the form {layout} (SGLANG_DSV4_KV_LAYOUT)": layout != "v4",
         "sums in place of rows (SGLANG_OPT_USE_ONLINE_COMPRESS)": any(each.online for each in states),
         "index keys in MXFP4 (--enable-deepseek-v4-fp4-indexer)": index is not None and index.use_fp4_indexer,
     }

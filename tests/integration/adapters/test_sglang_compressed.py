@@ -368,6 +368,7 @@ def test_states_in_bf16_become_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda pool: setattr(pool, "swa_kv_pool", None), "a ring of the window's rows for each request"),
         (lambda pool: setattr(pool, "uniform_fp8", True), "rows of 512 fp8 numbers .--dsv4-attn-backend trtllm"),
         (lambda pool: setattr(pool, "kv_layout", type(pool.kv_layout).V41), "in the form v41 .SGLANG_DSV4_KV_LAYOUT"),
+        (lambda pool: delattr(pool, "kv_layout"), "in the form unknown"),
         (
             lambda pool: setattr(pool.compress_state_pools[2], "online", True),
             "sums in place of rows .SGLANG_OPT_",
