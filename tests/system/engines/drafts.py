@@ -46,6 +46,7 @@ class Drafting(Fleet):
         self.layers = LAYERS + DRAFT_LAYERS[method]
         model = (write_mtp if method == "mtp" else write_drafted)(folder / "model")
         self._at_once = at_once
+        self._named: dict[str, list[str]] = {}  # of each engine: the requests of its last answers
         self.more = MORE_FOR_NGRAMS if method == "ngram" else MORE
         self._engine_options = dict(engine_options or {})
         self._drafts = speculative_config(method, folder, model)
@@ -58,7 +59,7 @@ class Drafting(Fleet):
 
     def answers(self, receiver: str, sender: str, prompts: Sequence[list[int]]) -> list[list[int]]:
         """What is decoded; with a `sender`, from what it has prefilled."""
-        found = []
+        found, named = [], self._named[receiver] = list[list[int]](), list[str]()
         for at in range(0, len(prompts), self._at_once):
             some = {self.name(f"many-{receiver}"): tokens for tokens in prompts[at : at + self._at_once]}
             for name, tokens in some.items():
@@ -68,6 +69,7 @@ class Drafting(Fleet):
             for name, tokens in some.items():
                 assert not sender or results[name].cached == len(tokens) - 1, "computed, not fetched"
                 found.append(list(results[name].tokens))
+            named += some
         return found
 
     def gap(self, tokens: list[int], ours: list[int], theirs: list[int]) -> float:
@@ -77,9 +79,13 @@ class Drafting(Fleet):
         likely = said["places"][place]
         return float(likely[str(ours[place])] - likely.get(str(theirs[place]), float("-inf")))
 
-    def per_step(self, name: str) -> float:
-        """Tokens accepted in a step with drafts, since the last time."""
-        steps = [step for steps in self[name].ask("drafted", 30.0)["steps"].values() for step in steps]
+    def per_step(self, name: str, counts: Sequence[bool] = ()) -> float:
+        """Tokens accepted in a step with drafts, since the last time; or of those of the last answers that count."""
+        told = self[name].ask("drafted", 30.0)["steps"]
+        named = (
+            [request for request, is_one in zip(self._named[name], counts, strict=True) if is_one] if counts else told
+        )
+        steps = [step for request in named for step in told.get(request, ())]
         assert steps, "nothing was drafted"
         return float(sum(accepted for _, accepted in steps) / len(steps))
 
