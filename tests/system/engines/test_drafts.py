@@ -27,13 +27,20 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_a_pair_accepts_as_many_drafts_as_one_engine(drafting: Drafting) -> None:
     """Of the prompts of which both say the same: after a tie they have other tokens to guess."""
     prompts = [repetitive(40 + i % 90, seed=i) for i in range(PROMPTS)]
-    alone = drafting.answers("alone", "", prompts)
-    pair = drafting.answers("large", "small", prompts)
-    same = [ours == theirs for ours, theirs in zip(alone, pair, strict=True)]
+    alone, pair, same = both(drafting, prompts, "small")
     one, two = drafting.per_step("alone", same), drafting.per_step("large", same)
     print(f"accepted in a step: one engine {one:.4f}, a pair {two:.4f}; of {sum(same)} prompts")
     assert 0.05 < one < DRAFTED - 0.05 and abs(two - one) <= one / 100
     assert_same_but_for_ties(drafting, prompts, alone, pair)
+
+
+def both(
+    drafting: Drafting, prompts: list[list[int]], sender: str
+) -> tuple[list[list[int]], list[list[int]], list[bool]]:
+    """What one engine says, what a pair does, and for each prompt whether that is the same."""
+    alone = drafting.answers("alone", "", prompts)
+    pair = drafting.answers("large", sender, prompts)
+    return alone, pair, [ours == theirs for ours, theirs in zip(alone, pair, strict=True)]
 
 
 def assert_same_but_for_ties(
@@ -66,8 +73,8 @@ def test_blocks_for_drafts_to_come_are_neither_offered_nor_fetched(drafting: Dra
 def test_without_the_draft_s_rows_the_tokens_are_right_and_fewer_drafts_are_accepted(drafting: Drafting) -> None:
     """The prefill side drafts nothing: in the draft's layers the prompt's rows are zeros."""
     prompts = [repetitive(60 + i, seed=2000 + i) for i in range(24)]
-    alone, one = drafting.answers("alone", "", prompts), drafting.per_step("alone")
-    pair, two = drafting.answers("large", PLAIN, prompts), drafting.per_step("large")
+    alone, pair, same = both(drafting, prompts, PLAIN)
+    one, two = drafting.per_step("alone", same), drafting.per_step("large", same)
     print(f"accepted in a step: one engine {one:.4f}, a pair whose prefill side drafts nothing {two:.4f}")
     assert_same_but_for_ties(drafting, prompts, alone, pair)
     _, _, theirs = drafting.crossed(PLAIN, "large", prompts[0])
