@@ -15,6 +15,7 @@ from testing.kept import kept
 from tests.system.engines.compressed import RATIOS, write_v4
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.halfway import BACK_S, about_to_read, go_on, start_agents
+from tests.system.engines.test_states import alone
 
 pytestmark = [
     pytest.mark.vllm,
@@ -70,7 +71,7 @@ def test_a_prompt_that_was_fetched_is_others_prefix(compressed: Fleet) -> None:
     others = [*tokens[:-1], *fresh(40)]
     answer = compressed["small"].run(compressed.name("others"), others, 12)
     assert answer.cached >= BLOCK
-    assert list(answer.tokens) == alone(compressed, others)
+    assert list(answer.tokens) == alone(compressed, others, 12)
 
 
 @pytest.mark.parametrize("length", [2, 130, 900])
@@ -127,14 +128,8 @@ def fresh(length: int) -> list[int]:
     return prompt(length, next(SEEDS))
 
 
-def alone(fleet: Fleet, tokens: list[int]) -> list[int]:
-    """What one engine alone says that computes the prompt's last token in a step of its own."""
-    answer = fleet["alone"].ask("likely", 60.0, request=fleet.name("alone"), tokens=tokens, amount=12)
-    return list(answer["tokens"])
-
-
 def decodes(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> None:
-    assert crosses(fleet, sender, receiver, tokens) == alone(fleet, tokens)
+    assert crosses(fleet, sender, receiver, tokens) == alone(fleet, tokens, 12)
 
 
 def crosses(fleet: Fleet, sender: str, receiver: str, tokens: list[int], first: int = 0) -> list[int]:
