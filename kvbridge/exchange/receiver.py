@@ -398,11 +398,8 @@ class Receiver:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
-        if code not in (
-            *UNHEARD,
-            *SUCCEEDED,
-            "busy",
-        ):  # it answers and refuses: it has no offers, or will not be told
+        # With another code it answers and refuses: it has no offers, or will not be told.
+        if code not in (*UNHEARD, *SUCCEEDED, "busy"):
             self._unheard.keep(address, lambda each: False)
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]

@@ -45,8 +45,8 @@ POOLS = {
     "MiniMaxM3Nvfp4KVPool": "packed checkpoint",
     "HiSparseDSATokenToKVPool": "host rows",
 }
-HALVES = ("MHATokenToKVPool", block_scales.MXFP8)  # what each half of a `SWAKVPool` must be
-BESIDE_STATES = (*HALVES, "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention
+HALF_KINDS = ("MHATokenToKVPool", block_scales.MXFP8)  # what each half of a `SWAKVPool` must be
+BESIDE_STATES = (*HALF_KINDS, "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention
 WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full layers' is 0
 
 
@@ -198,9 +198,9 @@ def _check_halves(pool: Any) -> None:
         found = "none" if half is None else type(half).__name__
         if POOLS.get(found) in UNSUPPORTED:
             raise refusal("cache_unsupported", "sglang", POOLS[found], f"KV pool: SWAKVPool whose {name} is {found}")
-        if found not in HALVES or not layers:
+        if found not in HALF_KINDS or not layers:
             reason = f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers"
-            raise _unsupported(f"{reason}, must be {' or '.join(HALVES)} of some")
+            raise _unsupported(f"{reason}, must be {' or '.join(HALF_KINDS)} of some")
     if pool.full_to_swa_index_mapping is None or pool.swa_req_ring_size is not None:
         reason = "its slots are a ring of each request's" if pool.swa_req_ring_size else "nothing maps slots to it"
         raise _unsupported(f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
@@ -213,9 +213,9 @@ def _check_minimax(pool: Any) -> None:
         raise refusal("cache_unsupported", "sglang", "index values", "KV pool: MiniMaxSparseKVPool")
     found = [type(each).__name__ for each in (main, keys, pool.dense_pool) if each is not None]
     layout = getattr(main, "kv_cache_layout", "nhd")
-    if found not in ([HALVES[0]], [HALVES[0], "MHATokenToKOnlyPool"]) or layout != "nhd":
+    if found not in ([HALF_KINDS[0]], [HALF_KINDS[0], "MHATokenToKOnlyPool"]) or layout != "nhd":
         reason = f"KV pool: MiniMaxSparseKVPool of {' and '.join(found)}, layout {layout}"
-        raise _unsupported(f"{reason}, must be {HALVES[0]} and MHATokenToKOnlyPool, layout nhd")
+        raise _unsupported(f"{reason}, must be {HALF_KINDS[0]} and MHATokenToKOnlyPool, layout nhd")
     if keys is not None and keys.dtype not in CODEC_OF:
         known = ", ".join(map(str, CODEC_OF))
         raise OperatorError("codec_unknown", f"KV pool: index keys in {keys.dtype}, supported are {known}")
