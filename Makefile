@@ -148,7 +148,6 @@ golden: $(AGENT)
 	.venv/bin/python -m tests.support.write_configuration
 	.venv/bin/python -m tests.support.write_entries
 	.venv/bin/python -m tests.support.write_models
-	.venv/bin/python -m tests.support.write_proofs
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

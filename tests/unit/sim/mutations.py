@@ -531,7 +531,7 @@ OF_A_MOMENT = {"free_slot_while_scattering": Rule(_drained_while_scattering)}
 # And one of the oracle's.
 OF_THE_ORACLE = {"old_slots_are_current": Rule(instead(Process, "is_current", lambda self, address: True))}
 
-# The promises of docs/guarantees.md that each keeps: `python -m tests.support.write_proofs` names them there.
+# The promises of docs/guarantees.md that each keeps: `python -m tests.support.proofs` prints them.
 PROVES: dict[str, tuple[str, ...]] = {
     "G2": (
         "ignore_digest",
