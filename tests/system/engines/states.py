@@ -73,51 +73,183 @@ BESIDE: dict[str, Any] = dict(
     mamba_d_state=64,
     mamba_d_conv=4,
 )
+QWEN35: dict[str, Any] = {name: value for name, value in GATED.items() if "expert" not in name} | dict(
+    model_type="qwen3_5_text",
+    architectures=["Qwen3_5ForCausalLM"],
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [6, 5, 5],
+    },
+)
+MAMBA1: dict[str, Any] = dict(
+    model_type="jamba",
+    architectures=["JambaForCausalLM"],
+    num_hidden_layers=4,
+    attn_layer_period=4,
+    attn_layer_offset=2,
+    num_experts=1,
+    num_experts_per_tok=1,
+    mamba_d_state=16,
+    mamba_dt_rank=16,
+)
+SHORT_CONV: dict[str, Any] = dict(
+    model_type="lfm2",
+    architectures=["Lfm2ForCausalLM"],
+    num_hidden_layers=4,
+    layer_types=["conv", "conv", "full_attention", "conv"],
+    conv_L_cache=3,
+    conv_dim=HIDDEN,
+    block_dim=HIDDEN,
+    block_auto_adjust_ff_dim=False,
+)
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+# Latents in layer 2. Transformers has neither of these two.
+KDA: dict[str, Any] = _LATENT | dict(
+    model_type="kimi_linear",
+    architectures=["KimiLinearForCausalLM"],
+    mla_use_nope=True,
+    linear_attn_config=dict(
+        kda_layers=[1, 2, 4], full_attn_layers=[3], num_heads=4, head_dim=128, short_conv_kernel_size=4
+    ),
+)
+# Ring 2.5 without experts; its own type of configuration is code beside the checkpoint.
+LIGHTNING: dict[str, Any] = _LATENT | dict(
+    model_type="deepseek_v2",
+    architectures=["BailingMoeV2_5ForCausalLM"],
+    layer_group_size=3,
+    head_dim=64,
+    group_norm_size=4,
+    use_qk_norm=True,
+    use_bias=False,
+    use_qkv_bias=False,
+    num_experts=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
 CONV_ROWS = 3
+CYCLE = 3  # tokens
+Shapes = dict[str, tuple[int, ...]]  # of weights, by name
 
 
-def writer(fields: dict[str, Any]) -> Callable[[Path], Path]:
+def writer(fields: dict[str, Any], faint: float = 0.0) -> Callable[[Path], Path]:
     """Writes a model with these fields."""
-    return lambda folder: write_hybrid(folder, fields)
+    return lambda folder: write_hybrid(folder, fields, faint)
 
 
-def write_hybrid(folder: Path, fields: dict[str, Any]) -> Path:
-    """A model of transformers, with weights that any number of ranks loads alike."""
+def write_hybrid(folder: Path, fields: dict[str, Any], faint: float = 0.0) -> Path:
+    """With weights that any number of ranks loads alike. If `faint`, layers add so much less, and most tokens go on in
+    cycles: most drafts are accepted, and what the layers say turns up between them."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     usual = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_attention_heads=4)
     usual |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=2, max_position_embeddings=16384)
-    named = {name: value for name, value in fields.items() if name not in ("model_type", "architectures")}
-    config = AutoConfig.for_model(fields["model_type"], **usual, tie_word_embeddings=False, **named)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).state_dict()
-    shapes = dict(each for name, weight in model.items() for each in _in_checkpoint(name, tuple(weight.shape)))
+    usual |= dict(tie_word_embeddings=False)
+    said, shapes = _by_hand(usual | fields) if "kv_lora_rank" in fields else _of_transformers(usual, fields)
     generator = torch.Generator().manual_seed(1)
-    weights = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator)
-        if name.endswith("A_log"):
-            values = torch.rand(shape, generator=generator)
-        elif name.endswith(("dt_bias", "conv1d.bias")):
-            values *= 0.3
-        elif "conv1d" in name:
-            values *= 0.5
-        elif len(shape) == 1:
-            values = torch.ones(shape)
-        elif "embed" not in name:
-            values *= (4.0 if "lm_head" in name else 1.2) / shape[-1] ** 0.5
-        if fields["model_type"] == "nemotron_h":
-            name = name.replace("model.", "backbone.")
-        weights[name] = values.to(torch.bfloat16)
+    weights = {name: _weight(name, shape, generator) for name, shape in shapes.items()}
+    if faint:
+        _go_in_cycles(weights, faint)
+    if fields["model_type"] == "nemotron_h":
+        weights = {name.replace("model.", "backbone."): weight for name, weight in weights.items()}
     if fields.get("num_nextn_predict_layers"):
         weights |= _module(weights, fields["num_hidden_layers"] - 1)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    said = config.to_dict() | fields | {"torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(said, indent=1))
+    (folder / "config.json").write_text(json.dumps(said | {"torch_dtype": "bfloat16"}, indent=1))
     return folder
+
+
+def _weight(name: str, shape: tuple[int, ...], generator: Any) -> Any:
+    import torch
+
+    values = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        values = torch.rand(shape, generator=generator)
+    elif name.endswith(("dt_bias", "conv1d.bias")):
+        values *= 0.3
+    elif "conv1d" in name:
+        values *= 0.5
+    elif len(shape) == 1:
+        values = torch.ones(shape)
+    elif "embed" not in name:
+        values *= (4.0 if "lm_head" in name else 1.2) / shape[-1] ** 0.5
+    return values.to(torch.bfloat16)
+
+
+def _go_in_cycles(weights: dict[str, Any], faint: float) -> None:
+    """Have each token's embedding speak for the next of CYCLE tokens, and the layers speak low."""
+    import torch
+
+    for name in weights:
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            weights[name] *= faint
+    tokens = torch.arange(VOCABULARY - VOCABULARY % CYCLE)
+    next_ones = tokens + torch.where(tokens % CYCLE == CYCLE - 1, 1 - CYCLE, 1)
+    (embeddings,) = (weight for name, weight in weights.items() if "embed" in name and weight.dim() == 2)
+    weights["lm_head.weight"][next_ones] += 0.1 * embeddings[tokens]
+
+
+def _of_transformers(usual: dict[str, Any], fields: dict[str, Any]) -> tuple[dict[str, Any], Shapes]:
+    """The configuration and the weights' shapes of a model that transformers has."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    named = {name: value for name, value in fields.items() if name not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(fields["model_type"], **usual, **named)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = dict(each for name, weight in model.items() for each in _in_checkpoint(name, tuple(weight.shape)))
+    return config.to_dict() | fields, shapes
+
+
+def _by_hand(config: dict[str, Any]) -> tuple[dict[str, Any], Shapes]:
+    """The same of KDA and LIGHTNING."""
+    is_kda, wide, heads = config["model_type"] == "kimi_linear", (HIDDEN,), config["num_attention_heads"]
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value, inner = config["qk_nope_head_dim"], config["v_head_dim"], config["intermediate_size"]
+    attention: Shapes = {"q_proj.weight": (heads * (key + rope), HIDDEN), "o_proj.weight": (HIDDEN, heads * value)}
+    attention |= {"kv_a_proj_with_mqa.weight": (latent + rope, HIDDEN), "kv_a_layernorm.weight": (latent,)}
+    attention |= {"kv_b_proj.weight": (heads * (key + value), latent)}
+    state = _kda(config["linear_attn_config"]) if is_kda else _lightning(heads, config["head_dim"])
+    table = "embed_tokens" if is_kda else "word_embeddings"
+    shapes: Shapes = {f"model.{table}.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    shapes |= {"model.norm.weight": wide}
+    for layer in range(config["num_hidden_layers"]):
+        at, mixer = f"model.layers.{layer}", attention if layer == 2 else state
+        shapes |= {f"{at}.{name}_layernorm.weight": wide for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}": shape for name, shape in mixer.items()}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, inner)
+    return config, shapes
+
+
+def _kda(config: dict[str, Any]) -> Shapes:
+    heads, width = config["num_heads"], config["head_dim"]
+    whole = heads * width
+    shapes: Shapes = {f"{name}_proj.weight": (whole, HIDDEN) for name in "qkv"}
+    shapes |= {f"{name}_conv1d.weight": (whole, 1, config["short_conv_kernel_size"]) for name in "qkv"}
+    shapes |= {f"{name}_a_proj.weight": (width, HIDDEN) for name in "fg"}
+    shapes |= {f"{name}_b_proj.weight": (whole, width) for name in "fg"}
+    shapes |= {"b_proj.weight": (heads, HIDDEN), "A_log": (heads,), "dt_bias": (whole,)}
+    return shapes | {"o_norm.weight": (width,), "o_proj.weight": (HIDDEN, whole)}
+
+
+def _lightning(heads: int, width: int) -> Shapes:
+    whole = heads * width
+    shapes: Shapes = {"query_key_value.weight": (3 * whole, HIDDEN)}
+    shapes |= {f"{name}_layernorm.weight": (width,) for name in ("query", "key")}
+    shapes |= {"g_proj.weight": (whole, HIDDEN), "g_norm.weight": (whole,)}
+    return shapes | {"dense.weight": (HIDDEN, whole)}
 
 
 def _module(weights: dict[str, Any], attention: int) -> dict[str, Any]:
@@ -173,16 +305,19 @@ def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> di
             if not isinstance(layers[name].kv_cache, tuple):
                 continue
             block = table[(tokens - 1) // spec.block_size]
-            conv, state = (each[block].clone().cpu() for each in layers[name].kv_cache)
+            *convs, state = (each[block].clone().cpu() for each in layers[name].kv_cache)
+            if not convs and state.dim() == 2:  # a convolution alone
+                convs, state = [state], None
             if hasattr(layers[name], "key_dim") and worker.device.type == "cpu":  # Gated DeltaNet, [heads, K, V] there
                 heads, values, keys = state.shape
                 state = state.view(heads, keys, values).transpose(1, 2)
-            conv = (conv.T if is_conv_state_dim_first() else conv)[:CONV_ROWS]
             number = next(int(part) for part in name.split(".") if part.isdigit())
-            parts, at = {"state": state}, 0
-            for part, size in _pieces(layers[name], conv.shape[1]):
-                parts[part] = conv[:, at : at + size].T
-                at += size
+            parts = {} if state is None else {"state": state}
+            for conv in convs:
+                rows, at = (conv.T if is_conv_state_dim_first() else conv)[:CONV_ROWS], 0
+                for part, size in _pieces(layers[name], rows.shape[1]):
+                    parts[part] = rows[:, at : at + size].T
+                    at += size
             for part, each in parts.items():
                 raw = each.contiguous().view(torch.uint8)
                 found[f"{number}.{part}"] = raw.reshape(*each.shape, -1).numpy()
@@ -194,6 +329,10 @@ def _pieces(layer: Any, channels: int) -> Iterator[tuple[str, int]]:
     if hasattr(layer, "key_dim"):
         sizes = layer.key_dim, layer.key_dim, layer.value_dim
         yield from ((f"conv {place}", size // layer.tp_size) for place, size in enumerate(sizes))
+    elif hasattr(layer, "local_projection_size"):  # KDA
+        yield from ((f"conv {place}", layer.local_projection_size) for place in range(3))
+    elif not hasattr(layer, "norm"):  # Mamba 1, or a convolution alone
+        yield "conv x", channels
     else:
         inner = layer.intermediate_size // layer.tp_size
         yield "conv x", inner
@@ -204,8 +343,8 @@ def _pieces(layer: Any, channels: int) -> Iterator[tuple[str, int]]:
 def of_one_rank(ranks: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The states of all ranks as one rank has them. Raises ValueError if what every rank has is not the same."""
     joined = {}
-    for key in ranks[0]:
-        held = [rank[key] for rank in ranks]
+    for key in {key: None for rank in ranks for key in rank}:
+        held = [rank[key] for rank in ranks if key in rank]  # those of the layer's stage
         if key.endswith("same") and any(not np.array_equal(held[0], other) for other in held):
             raise ValueError(f"{key}: ranks have other bytes")
         joined[key] = held[0] if key.endswith("same") else np.concatenate(held)

@@ -33,7 +33,18 @@ from tests.system.engines.kinds import (
     write_plain_sparse,
     write_sparse,
 )
-from tests.system.engines.states import GATED_MTP, MAMBA2, writer
+from tests.system.engines.states import (
+    BESIDE,
+    GATED_MTP,
+    KDA,
+    LIGHTNING,
+    MAMBA1,
+    MAMBA2,
+    ONE_GROUP,
+    QWEN35,
+    SHORT_CONV,
+    writer,
+)
 from tests.system.sglang import server, states
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -80,18 +91,32 @@ MODELS: dict[str, dict[str, Any]] = {
 GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
 MINIMAX = "m3"
 NEMOTRON, QWEN = "nemotron", "qwen"
+NEMOTRON_CYCLE, QWEN_CYCLE = "nemotron-cycle", "qwen-cycle"  # which go on with what drafts guess
 QWEN_DENSE = "qwen-dense"  # for SGLang, whose kernels for experts are not everywhere
 SGLANG_FLAGS = {
     LLAMA: ("--load-format", "dummy"),
     QWEN_DENSE: ("--linear-attn-backend", "triton", "--max-mamba-cache-size", "64"),
 }
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128}  # as kernels on GPUs want them
+WIDE_MAMBA2 = MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}
+STATES: dict[str, Callable[[Path], Path]] = {
+    NEMOTRON: writer(WIDE_MAMBA2),
+    NEMOTRON_CYCLE: writer(WIDE_MAMBA2, faint=0.4),
+    QWEN: writer(GATED_MTP | WIDE),
+    QWEN_CYCLE: writer(GATED_MTP | WIDE, faint=0.13),
+    "qwen35": writer(QWEN35 | WIDE),
+    "kimi": writer(KDA),
+    "jamba": writer(MAMBA1),
+    "lfm2": writer(SHORT_CONV),
+    "ring": writer(LIGHTNING),
+    "granite": writer(ONE_GROUP | {"mamba_d_state": 128}),
+    "falcon-h1": writer(BESIDE | {"head_dim": 128, "mamba_d_state": 128}),
+}
 WRITE: dict[str, Callable[[Path], Path]] = {
     **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
     GPT_OSS: write_gpt_oss,
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
-    NEMOTRON: writer(MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}),
-    QWEN: writer(GATED_MTP | WIDE),
+    **STATES,
     QWEN_DENSE: partial(states.write, more=WIDE | {"mlp_only_layers": [0, 1, 2, 3]}),
     MINIMAX: partial(write_plain_sparse, query_heads=16 * KV_HEADS),  # for each head of K and V as many as M3 has
 }
@@ -130,6 +155,8 @@ class VLLM(Side):
     is_crossed: bool = False  # all layers in one tensor
     has_prefixes: bool = False  # it finds prefixes of prompts in its cache
     drafts: tuple[str, int] = ("", 0)  # by which method, and how many tokens in a step
+    stages: tuple[int, ...] = ()  # of pipeline parallelism: how many layers each has
+    conv_order: str = "DS"  # of convolutions' rows in states; NixlConnector takes no other
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -279,7 +306,7 @@ class Engines:
         self._agent_options = agent_options
         self._models: dict[str, Path] = {}
         self._up: dict[str, Future[Running]] = {}
-        self._pool = stack.enter_context(ThreadPoolExecutor(2 if is_cpu else 24))
+        self._pool = stack.enter_context(ThreadPoolExecutor(2 if is_cpu else 48))
         self._lock = threading.Lock()
         self._attempts, self._names = itertools.count(1), itertools.count(1)
 
@@ -424,9 +451,14 @@ class Engines:
         if side.drafts[0]:
             more["speculative_config"] = {"method": side.drafts[0], "num_speculative_tokens": side.drafts[1]}
             more["speculative_config"] |= NGRAMS if side.drafts[0] == "ngram" else {}
-        if side.model in (NEMOTRON, QWEN):
-            environment["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # NixlConnector takes no other
-            more |= {"additional_config": {"gdn_prefill_backend": "triton"}} if side.model == QWEN else {}
+        if side.stages:
+            more["pipeline_parallel_size"] = len(side.stages)
+            environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, side.stages))
+        if side.model in STATES:
+            environment["VLLM_SSM_CONV_STATE_LAYOUT"] = side.conv_order
+            environment["VLLM_KIMI_K3_GEMM_AR"] = "0"  # for Kimi-Linear on one GPU, too, it imports CuTe DSL
+            if side.model.startswith("qwen"):
+                more["additional_config"] = {"gdn_prefill_backend": "triton"}
             if self.is_cpu:
                 more["num_gpu_blocks_override"] = 128
         if side.model == MINIMAX:
@@ -435,7 +467,7 @@ class Engines:
             model=self._model(side),
             block_size=side.block,
             kv_cache_dtype=side.kv,
-            tensor_parallel_size=len(side.gpus),
+            tensor_parallel_size=len(side.gpus) // max(1, len(side.stages)),
             max_num_batched_tokens=8192,
             max_num_seqs=8,
             max_model_len=16384 if is_llama else 4096,

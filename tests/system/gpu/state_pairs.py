@@ -1,23 +1,28 @@
 """Pairs of real vLLM engines of models with recurrent states, on GPUs: by kvbridge, and by NixlConnector in turns.
 
     python -m tests.system.gpu.state_pairs --out FOLDER [--only nemotron-equal] [--repeats 11] [--limit-s 300]
-    python -m tests.system.gpu.state_pairs --drafts --out FOLDER [--lengths 2,5,129,1000]    engines that draft instead
+    python -m tests.system.gpu.state_pairs --sets kinds,drafts --out FOLDER [--lengths 2,5,129,1000]
     python -m tests.system.gpu.state_pairs --cpu --out FOLDER        the same, small, on a CPU: to try the script
 
-Needs vLLM and no network; one GPU, or two for engines of two ranks. Qwen3-Next (Gated DeltaNet) and Nemotron-H (Mamba
-2) have a few layers and seeded weights. What is compared and timed is as in `sparse_pairs`; beside the rows of
-attention, the states of all layers, byte for byte, by the tests' own reading of vLLM's layers. In "cached" pairs both
-sides have the prefix cache, and have most of the prompts whose tokens are compared. NixlConnector wants
-VLLM_SSM_CONV_STATE_LAYOUT=DS, which all engines here have.
+Needs vLLM and no network; one GPU, or two for engines of two ranks. The models have a few layers and seeded weights.
+What is compared is as in `sparse_pairs`; beside the rows of attention, the states of all layers, byte for byte, by the
+tests' own reading of vLLM's layers. Three sets of pairs:
 
-With --drafts engines draft by MTP or n-grams, other numbers of tokens or on one side only, and nothing is timed. Rows
-of a layer that only the decode side has are zeros. `drafted` is how many tokens were drafted and accepted there.
+  times   Qwen3.5 and Qwen3-Next (Gated DeltaNet), Nemotron-H (Mamba 2): timed as in `sparse_pairs`, TP and PP. In
+          "cached" pairs both sides have the prefix cache, and have most of the prompts whose tokens are compared.
+          NixlConnector wants VLLM_SSM_CONV_STATE_LAYOUT=DS, which all engines here have
+  kinds   the other kinds: KDA, Mamba 1, a short convolution, lightning, Mamba 2 with one group, and beside attention in
+          each layer. Not timed; the decode engine has its convolutions' rows in the other order
+  drafts  engines that draft by MTP or n-grams, other numbers of tokens or on one side only. Not timed. Rows of a layer
+          that only the decode side has are zeros. `drafted` is how many tokens were drafted and accepted there, in
+          requests that came. Models of a "cycle" go on with tokens that come again, so most drafts are accepted
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,22 +32,32 @@ from tests.system.engines.drafts import repetitive
 from tests.system.engines.fleet import prompt
 from tests.system.engines.states import of_one_rank
 from tests.system.gpu.pair_drive import Pair
-from tests.system.gpu.pair_engines import NEMOTRON, QWEN, VLLM, RunningVLLM
+from tests.system.gpu.pair_engines import NEMOTRON, NEMOTRON_CYCLE, QWEN, QWEN_CYCLE, VLLM, RunningVLLM
 from tests.system.gpu.pair_run import Found, main
 from tests.system.gpu.sparse_pairs import SparseRun
 from tests.system.gpu.vllm_pairs import VLLMDrive
 
+SHORT = (2, 3, 4, 300)  # tokens; around the convolution's width
+STAGES = {"qwen35": (2, 2), QWEN: (2, 2), NEMOTRON: (4, 2)}  # the first of Gated DeltaNet has no attention
+BLOCK = {"kimi": 64, "ring": 64}  # tokens, as latents want them
+KINDS = ("kimi", "jamba", "lfm2", "ring", "granite", "falcon-h1")
 
-def pairs_of(gpus: int) -> list[Pair]:
+
+def timed_pairs(gpus: int) -> list[Pair]:
     """In the order of their worth."""
     far = (0,) if gpus == 1 else (1,)
     pairs: list[Pair] = []
-    for model in (NEMOTRON, QWEN):
+    for model in (NEMOTRON, QWEN, "qwen35"):
 
         def vllm(
-            what: str, at: tuple[int, ...], is_nixl: bool = False, has_prefixes: bool = False, model: str = model
+            what: str,
+            at: tuple[int, ...],
+            is_nixl: bool = False,
+            has_prefixes: bool = False,
+            stages: tuple[int, ...] = (),
+            model: str = model,
         ) -> VLLM:
-            same = {"is_nixl": is_nixl, "has_prefixes": has_prefixes, "model": model}
+            same = {"is_nixl": is_nixl, "has_prefixes": has_prefixes, "model": model, "stages": stages}
             return VLLM(f"{model}-{what}", at, 32, backend="", **same)  # type: ignore[arg-type]
 
         beside = Pair(f"{model}-nixl", vllm("nixl-p", (0,), True), vllm("nixl-d", far, True))
@@ -51,10 +66,20 @@ def pairs_of(gpus: int) -> list[Pair]:
         pairs += [Pair(f"{model}-equal", near, there, beside=beside), Pair(f"{model}-cached", cached[0], cached[1])]
         if gpus > 1:
             ranks = (2, 3) if gpus > 3 else (0, 1)
-            two = vllm("two", ranks)
+            two, staged = vllm("two", ranks), vllm("staged", ranks, stages=STAGES[model])
             beside = Pair(f"{model}-nixl2", vllm("nixl-two", ranks, True), vllm("nixl-d", far, True))
             pairs += [Pair(f"{model}-tp2-to-tp1", two, there, beside=beside), Pair(f"{model}-tp1-to-tp2", near, two)]
+            pairs += [Pair(f"{model}-pp2-to-pp1", staged, there), Pair(f"{model}-pp1-to-pp2", near, staged)]
     return pairs
+
+
+def kind_pairs(gpus: int) -> list[Pair]:
+    far = (0,) if gpus == 1 else (1,)
+
+    def vllm(model: str, side: str, at: tuple[int, ...], order: str) -> VLLM:
+        return VLLM(f"{model}-{side}", at, BLOCK.get(model, 32), model=model, backend="", conv_order=order)
+
+    return [Pair(model, vllm(model, "p", (0,), "DS"), vllm(model, "d", far, "SD")) for model in KINDS]
 
 
 def drafted_pairs() -> list[Pair]:
@@ -68,6 +93,8 @@ def drafted_pairs() -> list[Pair]:
     three, two, ngrams = vllm(QWEN, "mtp", 3), vllm(QWEN, "mtp", 2), vllm(QWEN, "ngram", 2)
     cached = [vllm(QWEN, "mtp", tokens, has_prefixes=True) for tokens in (3, 2)]
     mamba3, mamba2 = vllm(NEMOTRON, "ngram", 3), vllm(NEMOTRON, "ngram", 2)
+    cycle = [vllm(QWEN_CYCLE, *drafts) for drafts in (("mtp", 3), ("mtp", 2), ("ngram", 3), ("", 0))]
+    mamba = [vllm(NEMOTRON_CYCLE, "ngram", tokens) for tokens in (2, 3)]
     return [
         Pair("qwen-mtp", three, two),
         Pair("qwen-mtp-decode", qwen, two),
@@ -77,6 +104,9 @@ def drafted_pairs() -> list[Pair]:
         Pair("qwen-ngram-decode", qwen, ngrams),
         Pair("qwen-mtp-prefill", three, qwen),
         Pair("nemotron-ngram-prefill", mamba3, nemotron),
+        Pair("qwen-cycle-mtp", cycle[1], cycle[0]),
+        Pair("qwen-cycle-ngram-decode", cycle[3], cycle[2]),
+        Pair("nemotron-cycle-ngram", mamba[0], mamba[1]),
     ]
 
 
@@ -100,9 +130,10 @@ class StateDrive(VLLMDrive):
         super().assert_carried(ours, theirs, until)
 
     def drafted(self) -> dict[str, int]:
-        """On the decode side since the last time."""
+        """On the decode side since the last time, in requests that came."""
         assert isinstance(self.receiver, RunningVLLM)
-        steps = [step for steps in self.receiver.engine.ask("drafted", 30.0)["steps"].values() for step in steps]
+        told = self.receiver.engine.ask("drafted", 30.0)["steps"]
+        steps = [step for name, steps in told.items() if not name.startswith("alone") for step in steps]
         return {"drafted": sum(each for each, _ in steps), "accepted": sum(each for _, each in steps)}
 
     def _states(self, where: Any, name: str, tokens: int) -> dict[str, np.ndarray]:
@@ -112,34 +143,39 @@ class StateDrive(VLLMDrive):
 
 class StateRun(SparseRun):
     engine = "state"
+    server_gib = 4.0
 
     @staticmethod
     def more_options(parser: ArgumentParser) -> None:
-        parser.add_argument("--drafts", action="store_true", help="engines that draft")
+        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts")
 
     def every(self) -> list[Pair]:
-        return drafted_pairs() if self.chosen.drafts else pairs_of(1 if self.chosen.cpu else self.gpus)
-
-    def prompts(self, length: int) -> list[list[int]]:
-        """What drafts of n-grams guess some of."""
-        several = range(self.chosen.prompts)
-        return (
-            [repetitive(length, seed=600 + each) for each in several] if self.chosen.drafts else super().prompts(length)
-        )
+        gpus = 1 if self.chosen.cpu else self.gpus
+        self.sets = {"times": timed_pairs(gpus), "kinds": kind_pairs(gpus), "drafts": drafted_pairs()}
+        return [pair for name in self.chosen.sets.split(",") for pair in self.sets[name]]
 
     def show(self, pair: Pair, found: Found) -> None:
-        if not self.chosen.drafts:
-            return super().show(pair, found)
         drive = self.drive(pair)
-        for length in self.chosen.lengths:
+        is_timed = pair in self.sets["times"]
+        lengths = SHORT if is_timed else (*SHORT, *self.chosen.lengths)
+        for length in lengths:
             drive.warm(length)
-        drive.row_tokens, found.kv_rows = self.chosen.lengths, "NO"  # unless it returns
+        drive.row_tokens, found.kv_rows = lengths, "NO"  # unless it returns
         found.kv_rows = drive.compare_rows()
         found.route = drive.receiver.route(drive.sender)
         drive.drafted()
-        for length in self.chosen.lengths:
-            found.tokens[length] = self.compared(drive, self.prompts(length))
-        found.drafted = drive.drafted()
+        self.compare(drive, pair, found, lengths)
+        found.drafted = drive.drafted() if pair in self.sets["drafts"] else {}
+        if is_timed:
+            super().show(pair, found)
+
+    def compare(self, drive: Any, pair: Pair, found: Found, lengths: Sequence[int]) -> None:
+        """Tokens of prompts of these lengths. Of those with drafts n-grams guess some."""
+        several = range(self.chosen.prompts)
+        for length in () if self.chosen.cpu else lengths:
+            prompts = [repetitive(length, seed=600 + each) for each in several]
+            prompts = prompts if pair in self.sets["drafts"] else self.prompts(length)
+            found.tokens[length] = self.compared(drive, prompts)
 
     def drive(self, pair: Pair) -> Any:
         return StateDrive(pair, self.engines)
