@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +85,7 @@ def times(pair: Pair, tokens: int, rounds: int, copier: BlockCopier, device: str
     planned = plan(sender.pool, receiver.pool, takes, 0, tokens, slot_bytes)
     assert planned.chunks, f"{pair.name}: the first ranks have nothing in common"
     gathering, scattering, kind = [], [], copier.digests[0]
-    with copier.staging(slot_bytes, 1) as slots:
+    with closing(copier.staging(slot_bytes, 1)) as slots:
         for _ in range(rounds + 1):
             gathered = scattered = 0.0
             for ours, theirs in zip(sender.parts(planned, True), receiver.parts(planned, False), strict=True):

@@ -167,7 +167,8 @@ class Launches:
 
         self._copier = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"])
         stack.callback(self._copier.close)
-        self._slots = stack.enter_context(self._copier.staging(SLOT_BYTES["cuda"], 1))
+        self._slots = self._copier.staging(SLOT_BYTES["cuda"], 1)
+        stack.callback(self._slots.close)
         self._watch = Stopwatch()
         self._pairs = list(pairs())
 

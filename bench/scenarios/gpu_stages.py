@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,10 @@ def rate(copier: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes:
 def rates(chunk_bytes: int, chunks: int) -> dict[str, Any]:
     copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
     sender, receiver = OwnMemory(SENDER), OwnMemory(RECEIVER)
-    with copier.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
+    with (
+        closing(copier.staging(chunk_bytes, IN_FLIGHT)) as slots,
+        closing(Staging.pinned(chunk_bytes, IN_FLIGHT)) as host,
+    ):
         found: dict[str, Any] = {"chunk_bytes": chunk_bytes, "chunks": chunks, "in_flight": IN_FLIGHT}
         out = parts(sender.pool, receiver.pool, True, chunk_bytes, chunks)
         into = parts(sender.pool, receiver.pool, False, chunk_bytes, chunks)

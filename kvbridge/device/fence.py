@@ -11,7 +11,6 @@ import mmap
 import os
 import stat
 import threading
-from typing import Self
 
 import torch
 
@@ -80,12 +79,6 @@ class EngineFence:
         self._page.close()
         os.close(self.fd)
         self.fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class FencePage:

@@ -286,12 +286,6 @@ class SharedHandles:
         _close(self.fds)
         self.fds = ()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _of_our_own(handle: Handle, fd: int) -> int:
     try:

@@ -106,12 +106,6 @@ class AttachedPool:
             self._memories = None
             self._mappings.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         size_bytes = sum(region.size_bytes for region in self.pool.regions)
         state = "open" if self.is_open else "closed"

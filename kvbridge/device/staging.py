@@ -117,12 +117,6 @@ class Staging:
         self._free = None
         return 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _reserve(address: int, size_bytes: int) -> None:
     """Reserve these addresses for good: the memory there is given back, and every access faults."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.common import OURS, negotiate
@@ -313,12 +312,6 @@ class Handover:
         self.close_fds()
         self._connection.close()
         self._connection.shut()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 async def open_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,5 +43,5 @@ def engine_of(held: Held) -> Iterator[Engine]:
 @contextmanager
 def attached(held: Held) -> Iterator[tuple[Held, AttachedPool]]:
     """The engine's view and the agent's view of one pool."""
-    with engine_of(held) as engine, AttachedPool.open(held.pool, engine.handles, engine.fds) as pool:
+    with engine_of(held) as engine, closing(AttachedPool.open(held.pool, engine.handles, engine.fds)) as pool:
         yield engine.held, pool

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ async def _serve(path: str, name: str, device: str, slack_bytes: str) -> None:
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         tensors, handles, fds = stack.enter_context(shared_on(held, device, int(slack_bytes)))
-        kept = stack.enter_context(SharedHandles.keep(handles, fds))
+        kept = stack.enter_context(closing(SharedHandles.keep(handles, fds)))
         lock = stack.enter_context(contextlib.closing(Lock(path, "0123456789abcdef")))
         async with MemoryDoor(lock) as door:
             door.share(Shared(1, kept.handles, kept.fds))

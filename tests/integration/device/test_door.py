@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -44,8 +45,8 @@ def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
 
 @pytest.mark.parametrize("name", ["nhd16", "packed", "fp8"])
 async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
-    with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
-        with peer_of(handed, name) as pool:
+    with Sender(path, name) as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+        with closing(peer_of(handed, name)) as pool:
             for receiver in (HND64, PACKED, FP8):
                 assert pulled(SHAPES[name], pool, receiver, "cpu") == ""
         assert sender.ask("check") == "unchanged"
@@ -53,7 +54,7 @@ async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, 
 
 @pytest.mark.proves("G1", "T36")
 async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
-    with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
+    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
         for fd in handed.fds:
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, mmap.PAGESIZE)
@@ -68,6 +69,7 @@ async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None
 
 WRITE = """
 import asyncio, sys, torch
+from contextlib import closing
 from kvbridge_proto.codec import decode
 from kvbridge_proto.door import DoorCard
 from kvbridge.device.memory import AttachedPool
@@ -75,8 +77,8 @@ from kvbridge.transport.door import open_memory
 from tests.integration.device.handed import NHD16
 from testing.pools import build
 async def main():
-    with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0") as handed:
-        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as sender, sender.hold() as regions:
+    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0")) as handed:
+        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds).hold() as regions:
             print(int(regions[0][5]), flush=True)
             regions[0][5] = 77
 asyncio.run(main())
@@ -95,8 +97,8 @@ def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
 async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
     with (
         Sender(path, "nhd16") as sender,
-        await open_memory(sender.card(), "decode-0") as handed,
-        peer_of(handed) as pool,
+        closing(await open_memory(sender.card(), "decode-0")) as handed,
+        closing(peer_of(handed)) as pool,
     ):
         sender.process.send_signal(signal.SIGKILL)
         assert "is gone" in await handed.ending()
@@ -104,8 +106,8 @@ async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
 
 
 async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
-    with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
-        with peer_of(handed):
+    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+        with closing(peer_of(handed)):
             assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
             assert await handed.ending() == "the engine leaves"
         handed.close()
@@ -117,7 +119,7 @@ async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
 
 @pytest.mark.proves("T35")
 def test_a_region_that_is_not_what_its_pool_says_is_refused() -> None:
-    with engine_of(filled(NHD16)) as engine, SharedHandles.keep(engine.handles, engine.fds) as kept:
+    with engine_of(filled(NHD16)) as engine, closing(SharedHandles.keep(engine.handles, engine.fds)) as kept:
         pool = engine.held.pool
         huge = change(pool, regions=tuple(change(each, size_bytes=each.size_bytes << 9) for each in pool.regions))
         on_gpu = tuple(change(each, kind="cuda_ipc", payload=bytes(64), device="GPU-1") for each in kept.handles)
@@ -143,7 +145,7 @@ def test_keeps_descriptors_of_its_own_in_the_order_of_the_handles() -> None:
             Handle(region=2, kind="vmm_fd", device="GPU-1", payload=b"s" * 8, fd=1),
             Handle(region=3, kind="shm_fd", offset=4096, fd=2),
         ]
-        with SharedHandles.keep(handles, fds) as kept:
+        with closing(SharedHandles.keep(handles, fds)) as kept:
             assert [handle.fd for handle in kept.handles] == [0, None, 1, 0]
             assert tuple(change(each, fd=None) for each in kept.handles) == tuple(change(h, fd=None) for h in handles)
             inodes = [os.fstat(fd).st_ino for fd in kept.fds]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -26,7 +27,7 @@ for line in sys.stdin:
 
 
 def test_counts_go_up_by_one_and_are_reached_in_order() -> None:
-    with EngineFence("cpu") as fence:
+    with closing(EngineFence("cpu")) as fence:
         page = FencePage(fence.fd)
         assert page.reached(0)
         assert not page.reached(1)
@@ -90,7 +91,7 @@ def test_refuses_what_is_no_sealed_page(make: Callable[[], int], reason: str) ->
 
 
 def test_an_engine_cannot_cut_off_the_page_the_agent_reads() -> None:
-    with EngineFence("cpu") as fence, pytest.raises(PermissionError):
+    with closing(EngineFence("cpu")) as fence, pytest.raises(PermissionError):
         os.ftruncate(fence.fd, 0)
 
 

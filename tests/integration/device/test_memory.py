@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -155,7 +156,10 @@ def test_a_region_may_begin_inside_its_allocation(engine: Engine, offset: int) -
     inside = os.memfd_create("inside")
     os.write(inside, bytes(offset) + bytes(range(256)) * 49)
     handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
-    with AttachedPool.open(engine.held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
+    with (
+        closing(AttachedPool.open(engine.held.pool, handles, (inside, *engine.fds[1:]))) as pool,
+        pool.hold() as regions,
+    ):
         assert regions[0].numel() == 12288
         assert np.array_equal(regions[0][:256].numpy(), np.arange(256))
     os.close(inside)

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from testing.proc import resident_bytes
 
 
 def test_slots_lie_one_behind_the_other_from_a_page_border_on() -> None:
-    with Staging.pageable(slot_bytes=192, slots=5) as staging:
+    with closing(Staging.pageable(slot_bytes=192, slots=5)) as staging:
         assert staging.base % mmap.PAGESIZE == 0
         assert [staging.address(i) - staging.base for i in range(5)] == [0, 192, 384, 576, 768]
         assert [staging.span(i).address for i in range(5)] == [staging.address(i) for i in range(5)]
@@ -30,7 +31,7 @@ def test_slots_lie_one_behind_the_other_from_a_page_border_on() -> None:
 
 
 def test_lanes_lie_behind_the_slots_and_apart_from_each_other() -> None:
-    with Staging.pageable(slot_bytes=4096, slots=2) as staging:
+    with closing(Staging.pageable(slot_bytes=4096, slots=2)) as staging:
         lanes = [staging.lane(i) for i in range(PROBE_LANES)]
         assert lanes[0].address == staging.base + 2 * 4096
         assert all(one.address + one.size_bytes == other.address for one, other in pairwise(lanes))
@@ -39,7 +40,7 @@ def test_lanes_lie_behind_the_slots_and_apart_from_each_other() -> None:
 
 
 def test_a_slot_can_be_shorter() -> None:
-    with Staging.pageable(slot_bytes=128, slots=2) as staging:
+    with closing(Staging.pageable(slot_bytes=128, slots=2)) as staging:
         assert staging.span(1).size_bytes == 128
         assert staging.span(1, 100).size_bytes == 100
         assert staging.span(1, 0).size_bytes == 0

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -82,7 +82,7 @@ class Agents:
 
     def endpoint(self, name: str) -> StagingEndpoint:
         fabric = LoopbackFabric(self.network, name)
-        receive_slots = self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2))
+        receive_slots = self.stack.enter_context(closing(Staging.pageable(SLOT_BYTES, 2)))
         sending = partial(Staging.pageable, SLOT_BYTES, 2)
         endpoint = StagingEndpoint(name, receive_slots, fabric, CpuBlockCopier(), sending)
         self.stack.callback(endpoint.close_sources)

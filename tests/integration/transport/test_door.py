@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -36,11 +37,12 @@ change = msgspec.structs.replace
 open_memory = partial(doors.open_memory, within_s=60.0)
 RECEIVER = """
 import asyncio, sys
+from contextlib import closing
 from kvbridge_proto.codec import decode
 from kvbridge_proto.door import DoorCard
 from kvbridge.transport.door import open_memory
 async def main():
-    with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-7") as handed:
+    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-7")) as handed:
         print(len(handed.fds), flush=True)
         print(await handed.ending(), flush=True)
         await asyncio.sleep(60)
@@ -135,7 +137,7 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
     mine = pipes(200)
     before, began = descriptors(), time.monotonic()
     async with opened(path, mine) as door:
-        with await open_memory(card_of(door), "decode-0") as handed:
+        with closing(await open_memory(card_of(door), "decode-0")) as handed:
             assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
             assert [inode(fd) for fd in handed.fds] == [inode(fd) for fd in mine]
             assert not any(os.get_inheritable(fd) for fd in handed.fds)
@@ -164,7 +166,7 @@ async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDo
 @pytest.mark.proves("T30")
 async def test_a_token_opens_once_and_a_new_one_opens_again(door: MemoryDoor) -> None:
     first = card_of(door)
-    with await open_memory(first, "decode-0"):
+    with closing(await open_memory(first, "decode-0")):
         assert await refused(first) == "wrong_token"
     second = card_of(door)
     third = card_of(door)  # makes the second one void
@@ -345,7 +347,7 @@ async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, mo
         with caller(door) as raw:
             raw.send(speech(card_of(door)))
             await until_held_by(door, 1)
-            with await open_memory(card_of(door, "s2"), "decode-0") as handed:  # others go on meanwhile
+            with closing(await open_memory(card_of(door, "s2"), "decode-0")) as handed:  # others go on meanwhile
                 assert len(handed.handles) == 1000
         await until_held_by(door, 0)
         monkeypatch.setattr(doors, "HAND_OVER_S", 0.2)

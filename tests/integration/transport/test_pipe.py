@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -342,7 +342,7 @@ async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> N
     async with opened(path) as door:
         card = door.admit("decode-0", ends.append)
         assert card is not None
-        with await open_memory(card, "decode-0") as handover:
+        with closing(await open_memory(card, "decode-0")) as handover:
             pipe = handover.take_pipe()
             assert pipe is not None and len(ends) == 1
             ends[0].sendall(b"hello")
@@ -350,7 +350,7 @@ async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> N
             pipe.close()
         assert ends[0].recv(1) == b""
         ends[0].close()
-        with await open_memory(card_of(door, "decode-0"), "decode-0") as without:
+        with closing(await open_memory(card_of(door, "decode-0"), "decode-0")) as without:
             assert without.take_pipe() is None
 
 
@@ -358,7 +358,7 @@ async def test_another_descriptor_is_no_pipe(path: Path) -> None:
     async with opened(path) as door:
         card = door.admit("decode-0", lambda end: end.close())
         assert card is not None
-        with await open_memory(card, "decode-0") as handover:
+        with closing(await open_memory(card, "decode-0")) as handover:
             null = os.open("/dev/null", os.O_RDONLY)
             os.dup2(null, handover.fds[-1])
             os.close(null)

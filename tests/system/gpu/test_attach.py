@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -62,7 +63,7 @@ def test_torch_memory_inside_a_block_of_its_allocator(engine: Engine) -> None:
     assert {handle.kind for handle in handles} == {"cuda_ipc"}
     assert len({handle.payload for handle in handles}) < len(handles), "no two regions in one allocation"
     assert any(handle.offset for handle in handles), "every region begins its allocation"
-    with attach(engine, handles) as attached:
+    with closing(attach(engine, handles)) as attached:
         check_both_ways(engine, attached)
 
 
@@ -70,14 +71,14 @@ def test_regions_with_allocations_of_their_own(engine: Engine) -> None:
     shape = change(SHAPE, blocks=384 * 8)
     handles = engine.export("torch", [shape.rank_bytes // 3] * 3)
     assert len({handle.payload for handle in handles}) == 3
-    with attach(engine, handles, shape) as attached:
+    with closing(attach(engine, handles, shape)) as attached:
         check_both_ways(engine, attached)
 
 
 def test_virtual_memory_by_its_descriptor(engine: Engine) -> None:
     handles = engine.export("virtual", SIZES)
     assert [(handle.kind, handle.fd) for handle in handles] == [("vmm_fd", 0), ("vmm_fd", 1), ("vmm_fd", 2)]
-    with attach(engine, handles) as attached:
+    with closing(attach(engine, handles)) as attached:
         check_both_ways(engine, attached)
 
 
@@ -85,7 +86,7 @@ def test_an_expandable_segment_within_one_piece() -> None:
     with Engine(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as engine:
         handles = engine.export("torch", SIZES)
         assert {handle.kind for handle in handles} == {"vmm_fd"}
-        with attach(engine, handles) as attached:
+        with closing(attach(engine, handles)) as attached:
             check_both_ways(engine, attached)
 
 
@@ -143,7 +144,7 @@ def test_refuses_a_wrong_handle_and_keeps_nothing_open(
     assert caught.value.code == code, caught.value
     if name == "uuid":
         assert "GPU-1" in str(caught.value) and handles[0].device in str(caught.value)
-    with attach(engine, handles) as attached:  # what was refused left nothing in the way
+    with closing(attach(engine, handles)) as attached:  # what was refused left nothing in the way
         check_both_ways(engine, attached)
 
 
@@ -197,7 +198,7 @@ def test_a_killed_engines_memory_is_free_once_its_agent_closes(kind: str) -> Non
 
 def check_reattach(kind: str) -> None:
     """The next engine is as welcome as the first."""
-    with Engine() as again, attach(again, again.export(kind, SIZES)) as attached:
+    with Engine() as again, closing(attach(again, again.export(kind, SIZES))) as attached:
         check_both_ways(again, attached)
 
 
@@ -224,9 +225,9 @@ def test_processes_that_count_gpus_differently(kind: str) -> None:
         assert ours.device == "cuda:1"
         with refused(KVBridgeError, "wrong_device"):
             attach(engine, handles, device="cuda:0")
-        with attach(engine, handles, device=ours.device) as attached, attached.hold() as regions:
+        with closing(attach(engine, handles, device=ours.device)) as attached, attached.hold() as regions:
             assert {str(memory.device) for memory in regions} == {"cuda:1"}
-        with attach(engine, handles, device=ours.device) as attached:
+        with closing(attach(engine, handles, device=ours.device)) as attached:
             check_both_ways(engine, attached)
 
 

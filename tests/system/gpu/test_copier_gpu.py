@@ -73,7 +73,7 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, thr
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
     sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
-    with copier.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
+    with closing(copier.staging(1 << 20, 2)) as slots, closing(Staging.pinned(1 << 20, 2)) as host:
         slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
         copier.gather(sender, moves, slot, "sum64", pinned)
         moved = over(copier)
@@ -96,7 +96,7 @@ def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:
     moves, size = one_chunk(held)
     sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
     before = [memory.clone() for memory in receiver.memories]
-    with copier.staging(1 << 20, 1) as slots:
+    with closing(copier.staging(1 << 20, 1)) as slots:
         slot = slots.span(0, size)
         copier.scatter(on_gpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
         copier.gather(sender, moves, slot, "sum64")
@@ -124,7 +124,7 @@ def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch:
     known, new = filled(), build(replace(SHAPE, layout="hnd"))
     (moves, size), (other, _) = one_chunk(known), one_chunk(new)
     sender, receiver, copier = on_gpu(known), on_gpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
-    with copier.staging(1 << 20, 2) as slots, closing(copier):
+    with closing(copier.staging(1 << 20, 2)) as slots, closing(copier):
         slot, far = slots.span(0, size), slots.span(1, size)
         wait_for(lambda: copier.gather(sender, moves, slot, "sum64"))
         digest, took = over(copier).digest, []
@@ -260,7 +260,7 @@ def test_small_pulls_that_cannot_be_launched_end_with_the_reason(
 
 
 def test_slots_of_a_gpu_are_one_allocation_of_their_own(copier: GpuBlockCopier) -> None:
-    with copier.staging(1 << 20, 3) as slots:
+    with closing(copier.staging(1 << 20, 3)) as slots:
         assert driver.range_of(slots.base) == (slots.base, slots.size_bytes)
         assert len(driver.ipc_export(slots.base)) == 64
         memory = wrap(slots.base, slots.size_bytes, driver.Gpu.open("cuda:0"))
@@ -269,7 +269,7 @@ def test_slots_of_a_gpu_are_one_allocation_of_their_own(copier: GpuBlockCopier) 
 
 
 def test_a_copy_brings_all_bytes(copier: GpuBlockCopier) -> None:
-    with copier.staging(1 << 20, 2) as slots:
+    with closing(copier.staging(1 << 20, 2)) as slots:
         content = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).numpy().tobytes()
         copier.fill(slots.span(0), content)
         copier.copy(slots.span(0), slots.span(1))
@@ -285,7 +285,7 @@ def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
     sender, copier = on_gpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
-    with copier.staging(1 << 20, 2) as slots:
+    with closing(copier.staging(1 << 20, 2)) as slots:
         slot = slots.span(0, size)
         for _ in range(2):
             copier.gather(sender, moves, slot, "sum64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_data_of_an_engine_at_work_is_there_only_behind_its_fence() -> None:
         engine.ask("fence_page")
         page = FencePage(engine.fds[-1])
         engine.ask("write", 1)
-        with attach(engine, handles) as attached, attached.hold() as regions:
+        with closing(attach(engine, handles)) as attached, attached.hold() as regions:
             memory = regions[1]
             assert isinstance(memory, torch.Tensor)
             old, new = pattern(SIZES[1], 2, "cuda"), pattern(SIZES[1], 21, "cuda")

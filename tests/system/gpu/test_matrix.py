@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ class OnGpu:
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[tuple[GpuBlockCopier, Staging]]:
     copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
-    with copier.staging(MOST_SLOT_BYTES, 1) as slots:
+    with closing(copier.staging(MOST_SLOT_BYTES, 1)) as slots:
         yield copier, slots
     copier.close()
 

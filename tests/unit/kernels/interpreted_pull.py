@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_one_block_of_zeros_fills_the_draft_s_rows_of_any_blocks(shape: oracle.S
     filling = Filling(held.pool, held.pool.model.drafts)
     planned, tables = filling.plan(tokens.start, tokens.stop), oracle.block_table(held.pool, table)
     mapped = Mapped(held.pool, [torch.from_numpy(region) for region in held.memory])
-    with AttachedPool.of_zeros(filling.zeros, "cpu") as zeros, zeros.hold() as given, mapped.hold() as taken:
+    with closing(AttachedPool.of_zeros(filling.zeros, "cpu")) as zeros, zeros.hold() as given, mapped.hold() as taken:
         for chunk in map(planned.chunk, range(planned.chunks)):
             theirs = Part(planned, chunk, filling.tables(tables), is_sender=True)
             ours = Part(planned, chunk, tables, is_sender=False)
