@@ -8,9 +8,10 @@ Compiling, if they need new kernels.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
@@ -50,65 +51,52 @@ class Compiling(Exception):
         self.is_over = is_over
 
 
-class BlockCopier(Protocol):
-    """One processor and the memory it works on."""
+class BlockCopier(abc.ABC):
+    """One processor and the memory it works on. The defaults are those of one that has moved all when a call returns.
 
-    @property
-    def memory(self) -> Literal["dram", "vram"]:
-        """Which memory its slots are in."""
+    A pull of one chunk of up to `brief_bytes` begins no later than another thread would wake.
+    """
 
-    @property
-    def device(self) -> str:
-        """As torch spells it."""
+    memory: Literal["dram", "vram"]  # that its slots are in
+    device: str  # as torch spells it
+    digests: tuple[str, ...]  # the kinds that it can compute, the fastest first
+    description: str  # for people: which processor, and how it is shared with the engine
+    brief_bytes: int
 
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """The kinds of digest it can compute, the fastest first."""
-
-    @property
-    def description(self) -> str:
-        """For people: which processor, and how it is shared with the engine."""
-
-    @property
-    def brief_bytes(self) -> int:
-        """To begin a pull of one chunk up to this size takes no longer than to wake a thread for it."""
+    def __init__(self) -> None:
+        self._templates = Templates()
+        self._count = 0  # tickets so far
 
     def use_here(self) -> None:
         """Let the calling thread make calls, too."""
+        return
 
+    @abc.abstractmethod
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         """Allocate slots. Raises OperatorError if there is not enough memory."""
 
     def zeros(self, pool: Pool) -> AttachedPool:
         """Memory of our own for this pool, all zeros, for `pull` to read. The caller closes it after `forget`."""
+        return AttachedPool.of_zeros(pool, self.device)
 
     def make_room(self, moves: int) -> None:
         """Allow `moves` more moves under way at once, of the kinds that do not check `has_room`."""
+        return
 
-    def gather(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        host: Span | None = None,
-    ) -> int:
+    @abc.abstractmethod
+    def gather(self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
         """Fill `slot` from the engine's blocks, padding with zeros, then copy it to `host` if that is given.
 
         `slot` may be a peer's memory. EngineError, with nothing begun, if the engine is gone or the part is invalid.
         """
 
+    @abc.abstractmethod
     def digest(self, pool: AttachedPool, part: Part) -> int:
         """Find the sum64 that `gather` would, without writing to a slot. Raises as `gather`."""
 
+    @abc.abstractmethod
     def scatter(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        expected: int,
-        host: Span | None = None,
+        self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
     ) -> int:
         """Put the rows in `slot`, copied there from `host` first if that is given, into the engine's blocks.
 
@@ -116,6 +104,7 @@ class BlockCopier(Protocol):
         digest is of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
+    @abc.abstractmethod
     def pull(
         self,
         sender: AttachedPool,
@@ -139,70 +128,69 @@ class BlockCopier(Protocol):
 
         Without a slot, compile for `digest` only.
         """
+        return
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`."""
+        return
 
+    @abc.abstractmethod
     def copy(self, source: Span, target: Span) -> int:
         """Copy between two slots, either of which may be a peer's. This move has no digest."""
 
+    @abc.abstractmethod
     def fill(self, span: Span, content: bytes) -> None:
         """Write to a span of our own. Returns when it is written."""
 
+    @abc.abstractmethod
     def read(self, span: Span) -> bytes:
         """The bytes that a span of our own holds now."""
 
     @property
     def has_room(self) -> bool:
         """Whether another pull or digest may be asked for. Otherwise ask after a `poll`. Other moves do not check."""
+        return True
 
+    @abc.abstractmethod
     def poll(self) -> list[Moved]:
         """Begin what waits. Returns the moves that ended since the last call. Raises only what ends the agent."""
 
     def is_using(self, pool: AttachedPool) -> bool:
         """Whether a move of this pool, ours or a peer's, is under way."""
+        return False
 
     def forget(self, pool: AttachedPool) -> None:
         """Keep nothing of this pool, which is about to be closed."""
+        self._templates.forget(pool)
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Wait for the moves under way. Idempotent."""
 
 
-class CpuBlockCopier:
+class CpuBlockCopier(BlockCopier):
     """The copier without a GPU: rows are moved by this thread, at once. The copies release the GIL.
 
     Peers may write to a slot at any time, so it is read once: a chunk is copied out, and only the copy is checked and
     scattered. A late write cannot change what was checked.
     """
 
-    memory: Literal["dram", "vram"] = "dram"
+    memory = "dram"
     device = "cpu"
     digests = ("xxh3", "sum64")
     description = "cpu"
     brief_bytes = 1 << 18
 
-    def use_here(self) -> None:
-        """Any thread may."""
-
     def __init__(self) -> None:
+        super().__init__()
         self._work = Work("cpu")
         self._copies = Scratch()
-        self._templates = Templates()
-        self._count = 0
         self._moved: list[Moved] = []
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         return Staging.pageable(slot_bytes, slots)
 
-    def gather(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        host: Span | None = None,
-    ) -> int:
+    def gather(self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
@@ -216,13 +204,7 @@ class CpuBlockCopier:
         return self._over(_word(int(sums.item())))
 
     def scatter(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        expected: int,
-        host: Span | None = None,
+        self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
     ) -> int:
         assert host is None, "the slots are in host memory already"
         copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
@@ -249,18 +231,6 @@ class CpuBlockCopier:
             move(self._templates.of(*sides, ours.chunk.size_bytes), self._work, None, sums)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
 
-    def zeros(self, pool: Pool) -> AttachedPool:
-        return AttachedPool.of_zeros(pool, self.device)
-
-    def make_room(self, moves: int) -> None:
-        """A move is over when its call returns."""
-
-    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
-        """Nothing is compiled for a CPU."""
-
-    def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
-        """Nothing is compiled for a CPU."""
-
     def copy(self, source: Span, target: Span) -> int:
         ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
         return self._over(0)
@@ -271,19 +241,9 @@ class CpuBlockCopier:
     def read(self, span: Span) -> bytes:
         return ctypes.string_at(span.address, span.size_bytes)
 
-    @property
-    def has_room(self) -> bool:
-        return True
-
     def poll(self) -> list[Moved]:
         moved, self._moved = self._moved, []
         return moved
-
-    def is_using(self, pool: AttachedPool) -> bool:
-        return False
-
-    def forget(self, pool: AttachedPool) -> None:
-        self._templates.forget(pool)
 
     def close(self) -> None:
         self._moved.clear()

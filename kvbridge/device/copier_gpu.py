@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from kvbridge_kernels.clear import warm as warm_clear
@@ -23,13 +22,12 @@ from kvbridge_kernels.launch import ENOUGH_PROGRAMS, Launch, NotCompiled, chunks
 from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import TABLE_BYTES, Kernels, Work
-from kvbridge_proto.pool import Pool
 
 from ..device import driver
 from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Part
-from .copier import Compiling, DeviceLost, Moved, compared
-from .memory import AttachedPool, PartSide, Templates
+from .copier import BlockCopier, Compiling, DeviceLost, Moved, compared
+from .memory import AttachedPool, PartSide
 from .small_pulls import SMALL_PULL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
 
@@ -69,7 +67,7 @@ class _GpuMove:
     sender: AttachedPool | None = None  # the peer's pool that is read
 
 
-class GpuBlockCopier:
+class GpuBlockCopier(BlockCopier):
     """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` launches of pulls at once.
 
     Each move has room, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places, a sixteenth
@@ -79,7 +77,7 @@ class GpuBlockCopier:
     With `aside` another does, and a move that needs some raises Compiling.
     """
 
-    memory: Literal["dram", "vram"] = "vram"
+    memory = "vram"
     digests = ("sum64",)
     brief_bytes = sys.maxsize  # it is only enqueued
 
@@ -94,6 +92,7 @@ class GpuBlockCopier:
         only_fills: bool = False,
         aside: bool = False,
     ) -> None:
+        super().__init__()
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # bundles for moves that do not check `has_room`
         self._has_pulls = pulls > 0 and not only_fills
@@ -115,15 +114,10 @@ class GpuBlockCopier:
         self._known = self._bundles[0].work  # to look up kernels, which all bundles share
         self._moves: deque[_GpuMove] = deque()
         self._small = SmallPulls()
-        self._templates = Templates()
-        self._count = 0
 
     def use_here(self) -> None:
         self._gpu.use()  # torch does nothing if a thread has its device already, as every thread has the first
         torch.cuda.set_device(self._gpu.ordinal)
-
-    def zeros(self, pool: Pool) -> AttachedPool:
-        return AttachedPool.of_zeros(pool, self.device)
 
     def make_room(self, moves: int) -> None:
         self._make_bundles(moves)
@@ -143,14 +137,7 @@ class GpuBlockCopier:
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         return Staging.on_gpu(slot_bytes, slots)
 
-    def gather(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        host: Span | None = None,
-    ) -> int:
+    def gather(self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
                 placed = self._templates.of(PartSide(pool, regions, part), None, slot.size_bytes)
@@ -177,13 +164,7 @@ class GpuBlockCopier:
         return self._begin(enqueue, pool, None, True)
 
     def scatter(
-        self,
-        pool: AttachedPool,
-        part: Part,
-        slot: Span,
-        digest_kind: str,
-        expected: int,
-        host: Span | None = None,
+        self, pool: AttachedPool, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
@@ -316,9 +297,6 @@ class GpuBlockCopier:
 
     def is_using(self, pool: AttachedPool) -> bool:
         return self._small.is_using(pool) or any(pool in (move.pool, move.sender) for move in self._moves)
-
-    def forget(self, pool: AttachedPool) -> None:
-        self._templates.forget(pool)
 
     def close(self) -> None:
         self._compiler.close()
