@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kvbridge_proto.engine import READERS_S, Attach, ToEngine
 
@@ -168,16 +168,31 @@ class Stoppable(Protocol):
     def stop(self) -> StopSending | StopReceiving | None: ...
 
 
-class WaitFence(Value):
-    """Until the engine's stream has finished all work up to `count`, or `what` is to stop; resumed with None.
+class WaitOnLoop(Value):
+    """Is polled until it `is_over`, then the job is resumed with None.
 
-    EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
+    EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (LATE: its code and
+    reason).
     """
 
+    LATE: ClassVar[tuple[str, str]]
+
     attached: AttachedMemory
-    count: int
     deadline: float
-    what: Stoppable | None  # the transfer that waits
+
+    @property
+    def is_over(self) -> bool:
+        raise NotImplementedError
+
+    def late(self) -> EngineError:
+        return EngineError(*self.LATE)
+
+
+class WaitFence(WaitOnLoop):
+    """Until the engine's stream has finished all work up to `count`, or `what`, the transfer that waits, is to stop."""
+
+    count: int
+    what: Stoppable | None
 
     @property
     def is_over(self) -> bool:
@@ -187,65 +202,53 @@ class WaitFence(Value):
         return EngineError("fence_late", f"fence: {self.count} was not reached in time")
 
 
-class WaitEngineHeard(Value):
-    """Until the loop has read all that the engine had sent by `at`; resumed with None, or EngineError as above."""
+class WaitEngineHeard(WaitOnLoop):
+    """Until the loop has read all that the engine had sent by `at`."""
 
-    attached: AttachedMemory
+    LATE = "engine_unheard", "what the engine said was not heard in time"
+
     at: float
-    deadline: float
 
     @property
     def is_over(self) -> bool:
         return self.attached.liveness.heard_at >= self.at
 
-    def late(self) -> EngineError:
-        return EngineError("engine_unheard", "what the engine said was not heard in time")
 
+class WaitLease(WaitOnLoop):
+    """Until the lease covers `at`, or the transfer has ended."""
 
-class WaitLease(Value):
-    """Until the lease covers `at`, or the transfer has ended; resumed with None, or EngineError as above."""
+    LATE = "lease_over", "the sender did not say in time that its blocks were still there"
 
-    attached: AttachedMemory
     lease: Lease
     at: float
-    deadline: float
 
     @property
     def is_over(self) -> bool:
         return self.lease.is_given_up or self.lease.counts(self.at)
 
-    def late(self) -> EngineError:
-        return EngineError("lease_over", "the sender did not say in time that its blocks were still there")
 
+class WaitCopier(WaitOnLoop):
+    """Until the copier may begin another move."""
 
-class WaitCopier(Value):
-    """Until the copier may begin another move; resumed with None, or EngineError as above."""
+    LATE = "too_many_moves", "other moves did not end in time"
 
-    attached: AttachedMemory
     copier: BlockCopier
-    deadline: float
 
     @property
     def is_over(self) -> bool:
         return self.copier.has_room
 
-    def late(self) -> EngineError:
-        return EngineError("too_many_moves", "other moves did not end in time")
 
+class WaitKernels(WaitOnLoop):
+    """Until kernels are compiled, or failed to compile."""
 
-class WaitKernels(Value):
-    """Until kernels are compiled, or failed to compile; resumed with None, or EngineError as above."""
+    LATE = "not_compiled", "kernels were not compiled in time"
 
-    attached: AttachedMemory
     compiling: Compiling
-    deadline: float
 
     @property
     def is_over(self) -> bool:
         return self.compiling.is_over()
-
-    def late(self) -> EngineError:
-        return EngineError("not_compiled", "kernels were not compiled in time")
 
 
 class WaitMove(Value):
@@ -261,7 +264,6 @@ class WaitWrite(Value):
     id: int
 
 
-WaitOnLoop = WaitFence | WaitEngineHeard | WaitLease | WaitCopier | WaitKernels  # polled
 Wait = WaitOnLoop | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]
@@ -271,7 +273,7 @@ Settle = Callable[[Any, Exception | None], None]  # takes a job's result, or its
 def begun(attached: AttachedMemory, count: int, ends: float, what: Stoppable) -> Generator[Wait, Event, None]:
     """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
     if what.stop is None and not attached.has_reached(count):
-        yield WaitFence(attached, count, ends, what)
+        yield WaitFence(attached, ends, count, what)
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
 
@@ -287,7 +289,7 @@ def started(
         try:
             return (yield from begin())
         except Compiling as compiling:
-            wait = WaitKernels(attached, compiling, clock() + wait_s)
+            wait = WaitKernels(attached, clock() + wait_s, compiling)
         yield wait
 
 
@@ -303,7 +305,7 @@ def taken_back(
     if liveness.has_left:  # no withdrawal will be read any more
         return "engine_left", "the engine left while its blocks were read"
     if now - liveness.heard_at >= GATHER_HEARD_S:
-        yield WaitEngineHeard(attached, now, now + wait_s)
+        yield WaitEngineHeard(attached, now + wait_s, now)
     if not liveness.has_withdrawn(number, asked_at, now - GATHER_HEARD_S):
         return None
     reason = "blocks were withdrawn while this agent was stalled in a gather"

@@ -57,7 +57,7 @@ from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
 from ..failpoints import armed, failpoint
 from ..routes.choice import Connected
-from ..routes.pull.job import Fills, PullRoute
+from ..routes.pull.job import PullRoute
 from ..routes.slots.jobs import Jobs
 from ..routes.slots.slot_routes import Landing
 from ..transport.fabric import Noticed
@@ -68,11 +68,6 @@ from .attached import (
     Job,
     Settle,
     Wait,
-    WaitCopier,
-    WaitEngineHeard,
-    WaitFence,
-    WaitKernels,
-    WaitLease,
     WaitMove,
     WaitOnLoop,
     WaitWrite,
@@ -159,7 +154,6 @@ class DataPlane:
         self._resources: Resources | None = None
         self._jobs: Jobs
         self._pulling: PullRoute
-        self._fills: Fills
         self._loop: asyncio.AbstractEventLoop
 
     # On the loop:
@@ -426,7 +420,6 @@ class DataPlane:
             if self._resources is not None:
                 self._resources.close()
                 self._pulling.close_all()
-                self._fills.close()
 
     def _serve(self) -> None:
         last_move = 0.0
@@ -529,7 +522,7 @@ class DataPlane:
             case ReceiveOrder():
                 self.receive_orders.order(order, attached)
             case Fill():
-                self._resume(self._fills.fill(order, attached), None)
+                self._resume(self._pulling.fill(order, attached), None)
 
     def _send(self) -> bool:
         """Gather ready chunks while there are slots, for about GATHERING_S. Returns whether anything was begun."""
@@ -549,7 +542,6 @@ class DataPlane:
         orders = self.send_orders, self.receive_orders
         self._jobs = Jobs(resources, self._incarnation, *orders, wait_s, clock)
         self._pulling = PullRoute(resources, self._tell, *orders, wait_s, clock, lambda: bool(self._tasks))
-        self._fills = Fills(resources, self.receive_orders, wait_s, clock)
         self._resources = resources
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if resources.copier.memory == "vram" else 0.0
@@ -619,7 +611,7 @@ class DataPlane:
         except StopIteration:
             return
         match wait:
-            case WaitFence() | WaitEngineHeard() | WaitLease() | WaitCopier() | WaitKernels():
+            case WaitOnLoop():
                 if wait.is_over:
                     self._resume(job, None)
                 else:

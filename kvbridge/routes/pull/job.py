@@ -71,7 +71,7 @@ def why_not(sender: Site, receiver: Site) -> str:
 
 @dataclass(eq=False, repr=False)
 class PullRoute:
-    """The memory of peers' engines, and the jobs that read it. `tell` calls a function on the loop.
+    """The memory of peers' engines, that of zeros, and the jobs that read them. `tell` calls a function on the loop.
 
     `others_follow`: whether there are more orders, perhaps to read, before the copier is polled.
     """
@@ -87,6 +87,7 @@ class PullRoute:
     _openings: Counter[EngineMemoryId] = field(default_factory=Counter, init=False)
     _measured: list[AttachedPool] = field(default_factory=list, init=False)  # those whose read rate is being measured
     closing: list[Opened] = field(default_factory=list, init=False)  # given up; unmapped once nothing reads them
+    _zeros: list[AttachedPool] = field(default_factory=list, init=False)
 
     def open(
         self, memory_id: EngineMemoryId, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle
@@ -138,7 +139,7 @@ class PullRoute:
 
     def close_all(self) -> None:
         """Unmap everything. The copier must be closed, so that nothing is read."""
-        for memory, _ in (*self._peers.values(), *self.closing):
+        for memory in (*self._zeros, *(memory for memory, _ in (*self._peers.values(), *self.closing))):
             memory.close()
 
     def pull(self, pull: Pull, attached: AttachedMemory) -> Job:
@@ -178,7 +179,7 @@ class PullRoute:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""
         copier = self._resources.copier
         if not copier.has_room:
-            yield WaitCopier(attached, copier, self._clock() + self._wait_s)
+            yield WaitCopier(attached, self._clock() + self._wait_s, copier)
         if pull.lease.is_given_up:
             return GIVEN_UP
         if (opened := self._peers.get(pull.memory_id)) is None:
@@ -219,10 +220,52 @@ class PullRoute:
         if attached.liveness.has_left:  # no renewal will be read later
             return "engine_left", "the engine left while its blocks were written"
         try:
-            yield WaitLease(attached, pull.lease, now, now + self._wait_s)
+            yield WaitLease(attached, now + self._wait_s, pull.lease, now)
         except EngineError as error:
             return error.code, str(error)
         return ENDED_WHILE_READ if pull.lease.is_given_up else None
+
+    def fill(self, fill: Fill, attached: AttachedMemory) -> Job:
+        """Write the zeros, once our engine has finished with the blocks."""
+        failure: Failure = None
+        ordered = self._receive_orders.begin_read(fill.transfer)
+        try:
+            for index in range(fill.plan.chunks):
+                begin = lambda index=index: self._fill_begun(fill, attached, ordered, index)  # noqa: E731
+                ended = yield WaitMove((yield from started(begin, attached, self._wait_s, self._clock)))
+                assert isinstance(ended, Moved)
+                if failure := ended.failure:
+                    break
+        except Exception as error:  # only this want fails
+            failure = failure_of("scatter_failed", error, fill)
+        self._receive_orders.report(Filled(fill.transfer, failure))
+        self._receive_orders.end_move(ordered)
+
+    def _fill_begun(
+        self, fill: Fill, attached: AttachedMemory, ordered: OrderedReceive, index: int
+    ) -> Generator[Wait, Event, int]:
+        """Begin to write a chunk as soon as there is room. Returns its ticket. EngineError if the want was stopped."""
+        copier, ends = self._resources.copier, self._clock() + self._wait_s
+        yield from begun(attached, fill.fence, ends, ordered)
+        if not copier.has_room:
+            yield WaitCopier(attached, ends, copier)
+        chunk = fill.plan.chunk(index)
+        zeros, ours = Part(fill.plan, chunk, fill.zero_tables, True), Part(fill.plan, chunk, fill.tables, False)
+        return copier.pull(self._zeros_of(fill.zeros), zeros, attached.memory, ours)
+
+    def _zeros_of(self, pool: Pool) -> AttachedPool:
+        """Memory of this pool, all zeros. Older memory is given up once nothing reads it."""
+        for each in self._zeros:
+            if each.pool is pool:
+                return each
+        copier = self._resources.copier
+        for old in [each for each in self._zeros if not copier.is_using(each)]:
+            copier.forget(old)
+            old.close()
+            self._zeros.remove(old)
+        made = copier.zeros(pool)
+        self._zeros.append(made)
+        return made
 
     def digest(self, digest: Digest, attached: AttachedMemory, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Ordered at `asked_at`."""
@@ -232,7 +275,7 @@ class PullRoute:
 
         def begin() -> Generator[Wait, Event, int]:
             if not copier.has_room:
-                yield WaitCopier(attached, copier, self._clock() + self._wait_s)
+                yield WaitCopier(attached, self._clock() + self._wait_s, copier)
             return copier.digest(attached.memory, part)
 
         try:
@@ -247,7 +290,7 @@ class PullRoute:
     def watch(self, attached: AttachedMemory, fence: int) -> Job:
         """Report when our engine's fence has reached this count, or when the wait for it has ended."""
         with contextlib.suppress(EngineError):
-            yield WaitFence(attached, fence, self._clock() + self._wait_s, None)
+            yield WaitFence(attached, self._clock() + self._wait_s, fence, None)
         self._send_orders.report(FenceReached())
 
     def warm(
@@ -275,63 +318,3 @@ def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], fl
         return WaitMove(resources.copier.copy(sender, target))
 
     return (yield from fastest([size_bytes], begin, clock))
-
-
-class Fills:
-    """The jobs, and the memory they read. For the data plane's thread."""
-
-    def __init__(
-        self, resources: Resources, receive_orders: ReceiveOrders, wait_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._resources = resources
-        self._receive_orders = receive_orders
-        self._wait_s = wait_s
-        self._clock = clock
-        self._zeros: list[AttachedPool] = []
-
-    def fill(self, fill: Fill, attached: AttachedMemory) -> Job:
-        """Write the zeros, once our engine has finished with the blocks."""
-        failure: Failure = None
-        ordered = self._receive_orders.begin_read(fill.transfer)
-        try:
-            for index in range(fill.plan.chunks):
-                begin = lambda index=index: self._begun(fill, attached, ordered, index)  # noqa: E731
-                ended = yield WaitMove((yield from started(begin, attached, self._wait_s, self._clock)))
-                assert isinstance(ended, Moved)
-                if failure := ended.failure:
-                    break
-        except Exception as error:  # only this want fails
-            failure = failure_of("scatter_failed", error, fill)
-        self._receive_orders.report(Filled(fill.transfer, failure))
-        self._receive_orders.end_move(ordered)
-
-    def _begun(
-        self, fill: Fill, attached: AttachedMemory, ordered: OrderedReceive, index: int
-    ) -> Generator[Wait, Event, int]:
-        """Begin to write a chunk as soon as there is room. Returns its ticket. EngineError if the want was stopped."""
-        copier, ends = self._resources.copier, self._clock() + self._wait_s
-        yield from begun(attached, fill.fence, ends, ordered)
-        if not copier.has_room:
-            yield WaitCopier(attached, copier, ends)
-        chunk = fill.plan.chunk(index)
-        zeros, ours = Part(fill.plan, chunk, fill.zero_tables, True), Part(fill.plan, chunk, fill.tables, False)
-        return copier.pull(self._memory(fill.zeros), zeros, attached.memory, ours)
-
-    def _memory(self, pool: Pool) -> AttachedPool:
-        """Memory of this pool, all zeros. Older memory is given up once nothing reads it."""
-        for each in self._zeros:
-            if each.pool is pool:
-                return each
-        copier = self._resources.copier
-        for old in [each for each in self._zeros if not copier.is_using(each)]:
-            copier.forget(old)
-            old.close()
-            self._zeros.remove(old)
-        made = copier.zeros(pool)
-        self._zeros.append(made)
-        return made
-
-    def close(self) -> None:
-        """The copier must be closed, so that nothing is read."""
-        for each in self._zeros:
-            each.close()

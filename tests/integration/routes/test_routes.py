@@ -435,7 +435,7 @@ async def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
 
     def job(attachment: AttachedMemory, deadline: float) -> Job:
         try:
-            yield WaitFence(attachment, 7, deadline, chunk)
+            yield WaitFence(attachment, deadline, 7, chunk)
         except KVBridgeError as error:
             ended.append(error.code)
 
