@@ -42,7 +42,7 @@ OF_LIBRARIES = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_")  # variables that change w
 Origin = Literal["default", "file", "environment", "flag"]
 
 
-class Said(NamedTuple):
+class Given(NamedTuple):
     """One value as it was given, and its place: the file's path, the variable or the flag; "" for a default."""
 
     value: Any
@@ -63,25 +63,25 @@ def resolve(
     path: str | None = None,
     flags: Mapping[str, str | None] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> tuple[AgentConfig, dict[str, Said]]:
+) -> tuple[AgentConfig, dict[str, Given]]:
     """The checked options, and where each value came from. Raises as `load` does."""
     environment = os.environ if environment is None else environment
     _check_variables(environment)
-    said: dict[str, Said] = {}
+    given: dict[str, Given] = {}
     if path is not None:
-        said |= {name: Said(value, "file", path) for name, value in _file(path).items()}
+        given |= {name: Given(value, "file", path) for name, value in _file(path).items()}
     for name, default in defaults().items():
         variable = variable_of(name)
         if variable in environment:
-            said[name] = Said(environment[variable], "environment", variable)
+            given[name] = Given(environment[variable], "environment", variable)
         flag = (flags or {}).get(name)
         if flag is not None:
             value = str(Path.cwd() / flag) if name == "socket" and flag else flag
             is_off = isinstance(default, bool) and flag.lower() == "false"
-            said[name] = Said(value, "flag", off_flag_of(name) if is_off else flag_of(name))
-    config = AgentConfig(**{name: _typed(name, each) for name, each in said.items()})
+            given[name] = Given(value, "flag", off_flag_of(name) if is_off else flag_of(name))
+    config = AgentConfig(**{name: _typed(name, each) for name, each in given.items()})
     _check(config)
-    return config, {name: said.get(name, Said(default, "default", "")) for name, default in defaults().items()}
+    return config, {name: given.get(name, Given(default, "default", "")) for name, default in defaults().items()}
 
 
 def socket_folders() -> list[Path]:
@@ -122,19 +122,19 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 def _file(path: str) -> dict[str, Any]:
     try:
-        said = tomllib.loads(Path(path).read_text())
+        given = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:  # tomllib's own, too: on 5000 digits or 500 brackets
         raise OperatorError("bad_config_file", f"config: cannot read {path}: {error}") from None
     known = AgentConfig.__struct_fields__
-    unknown = [f"{name}: no such option in {path}; {did_you_mean(name, known)}" for name in said if name not in known]
+    unknown = [f"{name}: no such option in {path}; {did_you_mean(name, known)}" for name in given if name not in known]
     if unknown:
         raise OperatorError("bad_option", *unknown)
-    return said
+    return given
 
 
-def _typed(name: str, said: Said) -> Any:
+def _typed(name: str, given: Given) -> Any:
     """The value as the option's type. Text from a flag or the environment is converted leniently."""
-    value, origin, place = said
+    value, origin, place = given
     is_text = isinstance(value, str)
     if is_text and not value.isprintable():  # no NUL for the kernel, no undecodable bytes, no newline for the log
         raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {place}: must be printable text")

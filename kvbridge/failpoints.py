@@ -131,10 +131,10 @@ def failpoint(name: str) -> None:
         _pass(name, _armed)
 
 
-def arm(said: str) -> tuple[str, ...]:
+def arm(text: str) -> tuple[str, ...]:
     """Arm these failpoints and no others. Returns them as text. Raises OperatorError for an unknown name or action."""
     global _armed
-    chosen = dict(_parsed(part.strip()) for part in said.split(",") if part.strip())
+    chosen = dict(_parsed(part.strip()) for part in text.split(",") if part.strip())
     _armed = chosen or None
     return tuple(f"{name}={armed.action}@{armed.left}" for name, armed in chosen.items())
 
@@ -149,25 +149,25 @@ def armed() -> tuple[str, ...]:
     return tuple(name for name, each in (_armed or {}).items() if each.left > 0)
 
 
-def _parsed(said: str) -> tuple[str, _Armed]:
-    name, _, rest = said.partition("=")
+def _parsed(text: str) -> tuple[str, _Armed]:
+    name, _, rest = text.partition("=")
     what, _, nth = rest.partition("@")
     action, _, seconds = what.partition(":")
     place = PLACES.get(name)
     if place is None:
-        raise OperatorError("bad_failpoint", f"{VARIABLE}: no failpoint {name!r} in {said!r}")
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: no failpoint {name!r} in {text!r}")
     if action not in ACTIONS:
         raise OperatorError("bad_failpoint", f"{VARIABLE}: action: got {action!r}, must be one of {', '.join(ACTIONS)}")
     if action == "fail" and place.error is None:
         raise OperatorError("bad_failpoint", f"{VARIABLE}: nothing can fail at {name}")
     if not (nth or "1").isdecimal() or int(nth or "1") < 1:
-        raise OperatorError("bad_failpoint", f"{VARIABLE}: @n: got {nth!r} in {said!r}, must be 1 or more")
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: @n: got {nth!r} in {text!r}, must be 1 or more")
     try:
         pause_s = float(seconds or "0")
     except ValueError:
         pause_s = -1.0
     if not 0 <= pause_s <= LONGEST_S or bool(pause_s) != (action == "pause"):
-        raise OperatorError("bad_failpoint", f"{VARIABLE}: seconds: got {seconds!r} in {said!r}; only pause has them")
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: seconds: got {seconds!r} in {text!r}; only pause has them")
     return name, _Armed(action, pause_s, int(nth or "1"))
 
 

@@ -391,5 +391,5 @@ def _allowed(kind: Type) -> str:
 
 def _bounds(kind: IntType | FloatType) -> str:
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    said = [f"{word} {getattr(kind, name):.10g}" for name, word in words.items() if getattr(kind, name) is not None]
-    return f", {', '.join(said)}" if said else ""
+    bounds = [f"{word} {getattr(kind, name):.10g}" for name, word in words.items() if getattr(kind, name) is not None]
+    return f", {', '.join(bounds)}" if bounds else ""

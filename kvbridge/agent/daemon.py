@@ -233,10 +233,10 @@ class Agent:
 
     def _arm(self) -> None:
         """Arm failpoints from the environment, and warn of them in the log and the metrics."""
-        if said := arm_from_environment():
-            self._armed = said
-            log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
-            self.metrics.warn_of_failpoints(said)
+        if armed := arm_from_environment():
+            self._armed = armed
+            log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(armed))
+            self.metrics.warn_of_failpoints(armed)
 
     def _control(self, descriptors: int) -> Control:
         config, most = self.config, links(descriptors, Settings().max_links)

@@ -47,16 +47,16 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (UTC), level, logger, message, and each value the message names (`request=%s`)."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": plain(record.getMessage()),
         }
-        said |= {name: value for name, value in fields(record).items() if name not in said}
+        line |= {name: value for name, value in fields(record).items() if name not in line}
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said)  # ASCII: nothing in it breaks a line or moves a cursor
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)  # ASCII: nothing in it breaks a line or moves a cursor
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -165,9 +165,9 @@ class Metrics:
         """No engine is attached any more."""
         self._engine.clear()
 
-    def warn_of_failpoints(self, said: tuple[str, ...]) -> None:
+    def warn_of_failpoints(self, armed: tuple[str, ...]) -> None:
         """Show which failpoints this agent was started with."""
-        for each in said:
+        for each in armed:
             self._failpoints.labels(each).inc()
 
     def serve(self, address: str, why_ill: Callable[[], str]) -> Callable[[], None]:
@@ -366,9 +366,9 @@ class FetchOutcomes:
             return ""
         is_offering = now - self._offered_at < WARN_EVERY_S
         is_prefill = is_offering and not self._fetched and set(self._computed) == {UNTAGGED}
-        said = "" if is_prefill else self._sentence()
+        warning = "" if is_prefill else self._sentence()
         self._fetched, self._computed, self._since = 0, {}, now
-        return said
+        return warning
 
     def _forget(self, now: float) -> None:
         """Drop what came long before anything was computed."""
@@ -419,8 +419,8 @@ class Prompts:
                 self._last = f"{code}: {reason}"
 
     def tick(self, now: float) -> None:
-        if said := self._share.due(now):
-            log.warning("%s", said)
+        if warning := self._share.due(now):
+            log.warning("%s", warning)
         if self._reminder.take(now):
             self._say_unfetched(now)
 

@@ -469,8 +469,8 @@ def described(session: Session) -> str:
 def route_of(session: Session) -> str:
     """The route, its measured rate, and why better routes were rejected."""
     route, why, rate = session.routed.route, session.routed.why, session.routed.rate
-    said = f" {rate.bytes_per_s / 1e9:.3g} GB/s in {rate.size_bytes >> 10} KiB" if rate else ""
-    return f"{route}{said}" + (f" ({why})" if why else "")
+    measured = f" {rate.bytes_per_s / 1e9:.3g} GB/s in {rate.size_bytes >> 10} KiB" if rate else ""
+    return f"{route}{measured}" + (f" ({why})" if why else "")
 
 
 def warn_of_route(name: str, session: Session) -> None:

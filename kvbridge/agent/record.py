@@ -125,8 +125,8 @@ class Record:
             at = event.at
         elif at is None:
             at = self._clock()
-        if (said := told(event, self._role, peer)) is not None:
-            self._tell(event, *said, at, number)
+        if (entry := told(event, self._role, peer)) is not None:
+            self._tell(event, *entry, at, number)
         for see in self._views.get(type(event), ()):
             see(event, self._role, at)
 
@@ -202,8 +202,8 @@ class Record:
             transfer = transfer or ",".join(record.transfers)
         request = "" if record is None else record.request
         known = {name: value for name, value in (("request", request), ("transfer", transfer)) if value}
-        said = " ".join((*(f"{name}=%s" for name in known), text)).rstrip()
-        self._log.log(level, f"{event}: {said}", *map(plain, known.values()), *args)
+        line = " ".join((*(f"{name}=%s" for name in known), text)).rstrip()
+        self._log.log(level, f"{event}: {line}", *map(plain, known.values()), *args)
 
 
 def told(event: Event, role: Role, peer: str) -> tuple[str, str] | None:

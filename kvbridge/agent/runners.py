@@ -126,8 +126,8 @@ class Runner(abc.ABC):
                     case Tell(message=message):
                         if isinstance(message, Failed):  # its engine may look for the line at once
                             record_events()
-                            said = "code=%s %s", message.code, message.reason
-                            self._record.warn("failed", *said, number=message.number)
+                            failure = "code=%s %s", message.code, message.reason
+                            self._record.warn("failed", *failure, number=message.number)
                         self._current.tell(message)
                         _pass(SENT, message)
                     case Reach() | Ask() | WatchProcess() | Watch():
@@ -155,9 +155,9 @@ class Runner(abc.ABC):
         """Do what only this half does."""
 
 
-def _pass(places: Mapping[type, str], said: Body | ToEngine) -> None:
+def _pass(places: Mapping[type, str], message: Body | ToEngine) -> None:
     """Pass the failpoint of what was sent or heard, if it has one."""
-    if (place := places.get(type(said))) is not None:
+    if (place := places.get(type(message))) is not None:
         failpoint(place)
 
 
@@ -332,9 +332,9 @@ class SenderRunner(Runner):
             failpoint("sender.withdraw_heard")
         self.do(actions)
 
-    def no_offer(self, said: NoOffer) -> None:
+    def no_offer(self, message: NoOffer) -> None:
         """Nothing more is offered for this call: claims that wait for it hear so."""
-        self.sending.no_offer(said, self._clock())
+        self.sending.no_offer(message, self._clock())
         if self.sending.has_pending:  # as in `offer`
             asyncio.get_running_loop().call_soon(self.do, [])
 

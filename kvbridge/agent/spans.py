@@ -51,8 +51,8 @@ class Spans:
         if place.scheme not in ("http", "https") or not place.hostname:
             raise OperatorError("bad_option", f"otlp_endpoint: {endpoint}, must be http://HOST:PORT/v1/traces")
         self._count = count
-        said = {"service.name": "kvbridge", "service.instance.id": agent, "service.version": version("kvbridge")}
-        self._resource = Resource(said)
+        attributes = {"service.name": "kvbridge", "service.instance.id": agent, "service.version": version("kvbridge")}
+        self._resource = Resource(attributes)
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=COLLECTOR_S)
         self._waiting: queue.Queue[RequestRecord | None] = queue.Queue(MOST_WAITING)
         self._warned = float("-inf")

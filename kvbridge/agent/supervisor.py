@@ -18,18 +18,18 @@ class Supervisor:
     """The service manager that started us. Without one nothing is sent."""
 
     def __init__(self, supervision: Supervision | None) -> None:
-        self._said = supervision
+        self._supervision = supervision
 
     @property
     def check_s(self) -> float:
         """Seconds between two checks of the data thread; 0 if no watchdog was asked for."""
-        return self._said.watchdog_s / BEATS_A_WATCHDOG if self._said else 0.0
+        return self._supervision.watchdog_s / BEATS_A_WATCHDOG if self._supervision else 0.0
 
     def ready(self) -> None:
-        self._say("READY=1\nSTATUS=serving")
+        self._notify("READY=1\nSTATUS=serving")
 
     def stopping(self) -> None:
-        self._say("STOPPING=1\nSTATUS=draining")
+        self._notify("STOPPING=1\nSTATUS=draining")
 
     async def feed(self, turns: Callable[[], int]) -> None:
         """Feed the watchdog whenever the data thread has made a turn since the last check. Does not return.
@@ -39,14 +39,14 @@ class Supervisor:
         seen = -1
         while True:
             if (now := turns()) != seen:
-                self._say("WATCHDOG=1")
+                self._notify("WATCHDOG=1")
             seen = now
             await asyncio.sleep(self.check_s)
 
-    def _say(self, message: str) -> None:
-        if self._said is None:
+    def _notify(self, message: str) -> None:
+        if self._supervision is None:
             return
-        address = self._said.address
+        address = self._supervision.address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
                 end.sendto(message.encode(), "\0" + address[1:] if address.startswith("@") else address)

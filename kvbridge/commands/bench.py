@@ -137,18 +137,18 @@ def _show(console: Console, devices: tuple[str, str], outcomes: Sequence[BenchOu
     if table.row_count:
         console.print(table)
     for outcome in outcomes:
-        console.print(plain(_said(outcome)))
+        console.print(plain(_sentence(outcome)))
 
 
-def _said(outcome: BenchOutcome) -> str:
+def _sentence(outcome: BenchOutcome) -> str:
     if outcome.lacks:
         return f"{outcome.route}: not here: {outcome.lacks}"
     if outcome.error:
         return f"{outcome.route}: FAILED: {outcome.error}"
     worst = min((pace for pace in outcome.paces if pace.floor), key=lambda pace: pace.share)
     word = "SLOW" if worst.is_slow else "ok"
-    said = f"{_size(worst.size_bytes)} at {worst.share:.3f} of a copy or more, should be {worst.floor:g} or more"
-    return f"{outcome.route}: {word}: {said}"
+    result = f"{_size(worst.size_bytes)} at {worst.share:.3f} of a copy or more, should be {worst.floor:g} or more"
+    return f"{outcome.route}: {word}: {result}"
 
 
 def _verdict(pace: Pace) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..config import FILES_OF_KEYS, Said, resolve
+from ..config import FILES_OF_KEYS, Given, resolve
 from ..errors import KVBridgeError
 from ..oneline import plain
 from ..options import AgentConfig, defaults
@@ -24,25 +24,25 @@ def show(path: str | None, flags: Mapping[str, str | None], as_json: bool) -> No
     Raises OperatorError if it would not start with them. With `as_json` stdout has the code and reasons too.
     """
     try:
-        config, said = resolve(path, flags)
+        config, given = resolve(path, flags)
     except KVBridgeError as error:
         if as_json:
             write({"code": error.code, "reasons": error.reasons, "options": {}})
         raise
     if as_json:
-        write({"code": "", "reasons": [], "options": described(config, said)})
+        write({"code": "", "reasons": [], "options": described(config, given)})
     else:
-        stdout().print(_table(config, said))
+        stdout().print(_table(config, given))
 
 
-def described(config: AgentConfig, said: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
+def described(config: AgentConfig, given: Mapping[str, Given]) -> dict[str, dict[str, Any]]:
     """By option: its value, its default, the value's origin, and the file, variable or flag that set it."""
     return {
         name: {
             "value": _value(config, name),
             "default": default,
-            "origin": said[name].origin,
-            "place": said[name].place,
+            "origin": given[name].origin,
+            "place": given[name].place,
         }
         for name, default in defaults().items()
     }
@@ -54,12 +54,12 @@ def _value(config: AgentConfig, name: str) -> Any:
     return NOT_SHOWN if name in FILES_OF_KEYS and value and not os.path.exists(value) else value
 
 
-def _table(config: AgentConfig, said: Mapping[str, Said]) -> Table:
+def _table(config: AgentConfig, given: Mapping[str, Given]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("option", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", overflow="fold")
-    for name, each in described(config, said).items():
+    for name, each in described(config, given).items():
         is_default = each["origin"] == "default"
         row = (name, _shown(each["value"]), "default" if is_default else each["place"])
         table.add_row(*(Text(plain(cell)) for cell in row), style="dim" if is_default else "")

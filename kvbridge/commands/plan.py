@@ -70,7 +70,7 @@ def show(
 
 def _judge(senders: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, as_json: bool) -> None:
     found, sender_pool = _judged(senders, target)
-    said = _changes(found, sender_pool, target)
+    diffs = _changes(found, sender_pool, target)
     parts: list[PlannedPart] = []
     failure: KVBridgeError | None = None
     try:
@@ -80,9 +80,9 @@ def _judge(senders: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, 
     except KVBridgeError as error:
         failure = error
     if as_json:
-        write(_plain(found, failure, said, target, parts))
+        write(_plain(found, failure, diffs, target, parts))
     else:
-        _print(found, said, target, parts)
+        _print(found, diffs, target, parts)
     if failure is not None:
         raise failure
 
@@ -103,11 +103,11 @@ def _verdict(sender: Pool, receiver: Pool) -> Verdict:
     return Incompatible(shortened(reasons)) if reasons else found
 
 
-def side(said: str) -> EngineSide:
+def side(name: str) -> EngineSide:
     """The pools of one engine, from a comma-separated list of files and agents' sockets. Raises OperatorError."""
     found: list[Pool] = []
     slots: list[int] = []
-    for path in map(Path, said.split(",")):
+    for path in map(Path, name.split(",")):
         if _is_socket(path):
             answer = ask_pool(str(path))
             found.append(answer.pool)
@@ -181,15 +181,15 @@ def _changes(found: Verdict, sender: Pool, receiver: Pool) -> list[Change]:
 
 
 def _plain(
-    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]
+    found: Verdict, failure: KVBridgeError | None, diffs: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]
 ) -> dict[str, Any]:
     """The answer as JSON. `code` is empty if rows can be moved; otherwise the reasons say why they cannot."""
     return {
         "verdict": type(found).__name__,
         "code": failure.code if failure else "",
-        "reasons": list(failure.reasons) if failure else [str(each) for each, _ in said],
+        "reasons": list(failure.reasons) if failure else [str(each) for each, _ in diffs],
         "changes": [
-            {name: str(value) for name, value in asdict(each).items()} | {"words": words} for each, words in said
+            {name: str(value) for name, value in asdict(each).items()} | {"words": words} for each, words in diffs
         ],
         "receiver": _rank(receiver),
         "senders": [
@@ -205,11 +205,11 @@ def _plain(
     }
 
 
-def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]) -> None:
+def _print(found: Verdict, diffs: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]) -> None:
     console = stdout()
     console.print(type(found).__name__, style="bold")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
-        for each, words in said:
+        for each, words in diffs:
             console.print(f"  {plain(str(each))}")
             console.print(f"    {plain(words)}", style="dim")
     if parts:

@@ -152,8 +152,8 @@ def _labels(path: str) -> str:
     engine = ask(path).engine
     if engine is None:
         raise OperatorError("agent_refused", f"{path}: no_engine: no engine is attached to this agent")
-    said = {"model_key": engine.model_key, **(msgspec.to_builtins(engine.traits) or {})}
-    return " ".join(f"{LABELS}{name.replace('_', '-')}={value}" for name, value in said.items())
+    labels = {"model_key": engine.model_key, **(msgspec.to_builtins(engine.traits) or {})}
+    return " ".join(f"{LABELS}{name.replace('_', '-')}={value}" for name, value in labels.items())
 
 
 def show_pools(named: Sequence[str]) -> None:
@@ -240,8 +240,8 @@ def _peers(status: Status) -> list[RenderableType]:
 def _peer(peer: PeerStatus) -> list[RenderableType]:
     rows = _pairs()
     for name in ("state", "protocol", "address", "key", "route", "verdict"):
-        if said := getattr(peer, name):
-            _add(rows, name, str(said))
+        if value := getattr(peer, name):
+            _add(rows, name, str(value))
     return [_indented(_plain(peer.name or "(no handshake yet)")), _indented(rows, 4)]
 
 

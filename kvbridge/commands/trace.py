@@ -182,8 +182,8 @@ def _slices(
     for line, entries in by_line.items():
         place = {"pid": agents[line[0]], "tid": lines[line]}
         for entry, after in zip(entries, [*entries[1:], None], strict=True):
-            said = {"name": entry.what, "ts": entry.at_s * 1e6, "args": {"text": entry.text}, **place}
+            shown = {"name": entry.what, "ts": entry.at_s * 1e6, "args": {"text": entry.text}, **place}
             if after is None:
-                yield {"ph": "i", "s": "t", **said}
+                yield {"ph": "i", "s": "t", **shown}
             else:
-                yield {"ph": "X", "dur": (after.at_s - entry.at_s) * 1e6, **said}
+                yield {"ph": "X", "dur": (after.at_s - entry.at_s) * 1e6, **shown}

@@ -70,10 +70,10 @@ def mps(subject: Subject) -> Finding:
 
 def allocator(subject: Subject) -> Finding:
     """Whether torch's allocator uses expandable segments, pieces of virtual memory that may be impossible to map."""
-    said = {f"our {name}": subject.environment.get(name, "") for name in ALLOCATOR}
+    settings = {f"our {name}": subject.environment.get(name, "") for name in ALLOCATOR}
     pid = subject.status.engine.pid if subject.status and subject.status.engine else 0
-    said |= {f"{name} of the engine (pid {pid})": value for name, value in _allocator_of(pid).items()}
-    for where, value in said.items():
+    settings |= {f"{name} of the engine (pid {pid})": value for name, value in _allocator_of(pid).items()}
+    for where, value in settings.items():
         if "expandable_segments:true" in value.lower().replace(" ", ""):
             return warning(
                 f"{where} is {value}", "take expandable_segments:True out: the engine's memory may be impossible to map"
@@ -108,8 +108,8 @@ def namespaces(subject: Subject) -> Finding:
             )
         return ok(f"the engine's process {pid} has our PID and IPC namespaces")
     own = [name for name, number in NAMESPACES.items() if _namespace("self", name) != number]
-    said = f"{' and '.join(own).upper()} of a container's own" if own else "the host's"
-    return ok(f"{said}; no engine is attached to compare with")
+    found = f"{' and '.join(own).upper()} of a container's own" if own else "the host's"
+    return ok(f"{found}; no engine is attached to compare with")
 
 
 def _namespace(pid: int | str, name: str) -> int:

@@ -90,16 +90,16 @@ def peer(subject: Subject) -> Finding:
             remedy = f"{REMEDIES['peer_silent']}; or it has another key than the address says"
             return failed(f"{error.code}: {error}; its port takes connections", remedy)
         return failed(f"{error.code}: {error}", REMEDIES.get(error.code) or of_code(error.code))
-    said = f"{subject.peer} answers, {f'its key is {link.key}' if link.key else 'without keys'}"
+    text = f"{subject.peer} answers, {f'its key is {link.key}' if link.key else 'without keys'}"
     if isinstance(answer, Refuse):
-        return _refused(answer, said, slots, subject.config, ours)
+        return _refused(answer, text, slots, subject.config, ours)
     if not ours:
-        return _alone(said)
+        return _alone(text)
     session = accept(answer, engine, link.key)
     if isinstance(session, Refuse):
-        return failed(plain(f"{said}: {session.code}: {'; '.join(session.reasons)}"), of_code(session.code))
+        return failed(plain(f"{text}: {session.code}: {'; '.join(session.reasons)}"), of_code(session.code))
     assert slots.resources is not None, "accept refuses a route without slots"
-    return _judged(session, slots.resources, subject.config, said)
+    return _judged(session, slots.resources, subject.config, text)
 
 
 def _slots(subject: Subject, incarnation: str) -> ProbeSlots:
@@ -149,24 +149,24 @@ def _is_taken(address: str) -> bool:
         return False
 
 
-def _alone(said: str) -> Finding:
+def _alone(text: str) -> Finding:
     return warning(
-        f"{said}, and its engine is attached; no engine of ours to compare with, so no route was tried",
+        f"{text}, and its engine is attached; no engine of ours to compare with, so no route was tried",
         "attach our engine and ask again, or name its agent with --socket",
     )
 
 
-def _refused(answer: Refuse, said: str, slots: ProbeSlots, config: AgentConfig, is_ours: bool) -> Finding:
+def _refused(answer: Refuse, seen: str, slots: ProbeSlots, config: AgentConfig, is_ours: bool) -> Finding:
     if not is_ours and answer.code in ("incompatible", "no_slots", "no_route"):
-        return _alone(said)
-    fits = f"{said}, and its engine's pool fits ours"  # it looks at pools first
+        return _alone(seen)
+    fits = f"{seen}, and its engine's pool fits ours"  # it looks at pools first
     if answer.code == "no_route" and _read(config, is_gpu=False) and _is_of_reading(answer.reasons):
         return ok(f"{fits}; no route was tried: it allows pull alone; {UNSEEN}")
     if slots.resources is None and (answer.code == "no_slots" or (answer.code == "no_route" and not _written(config))):
         text = f"{fits}; {slots.lacks}"
         return warning(text, slots.remedy) if slots.remedy else ok(text)
     return failed(
-        plain(f"{said}, and refuses: {answer.code}: {'; '.join(answer.reasons)}"),
+        plain(f"{seen}, and refuses: {answer.code}: {'; '.join(answer.reasons)}"),
         REMEDIES.get(answer.code) or of_code(answer.code),
     )
 
@@ -182,14 +182,14 @@ def _is_of_reading(reasons: tuple[str, ...]) -> bool:
     return bool(reasons) and all(reason.partition(": ")[0] in READ_ROUTE_NAMES for reason in reasons)
 
 
-def _judged(session: Session, resources: Resources, config: AgentConfig, said: str) -> Finding:
+def _judged(session: Session, resources: Resources, config: AgentConfig, seen: str) -> Finding:
     """What its proof says of the route."""
     routed, agent = session.routed, session.peer
     reasons = [
         each for each in routed.why.split("; ") if each.partition(": ")[0] not in READ_ROUTE_NAMES
     ]  # we hid them
     session = replace(session, routed=replace(routed, why="; ".join(reasons)))
-    text = f"{said}: {agent.name} (kvbridge {agent.version}), {verdict_of(session)}; {route_of(session)}"
+    text = f"{seen}: {agent.name} (kvbridge {agent.version}), {verdict_of(session)}; {route_of(session)}"
     if routed.probe is None or not is_proved(resources, routed.route, LANE, routed.probe):
         return failed(plain(f"{text}, but its bytes are not here"), "report it: it says that it wrote them")
     if routed.rate is not None and is_too_small(routed.rate) and not is_slow(routed.rate):

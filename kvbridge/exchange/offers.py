@@ -83,7 +83,7 @@ class Rendezvous:
     def await_in(self, rendezvous: str, incarnation: str, count: int, now: float) -> list[OpenOffer]:
         """Record that `count` requests of a receiver wait under this id. Returns the offers awaited by any receiver."""
         receivers = self._awaited.pop(rendezvous, {})
-        recent = {receiver: said for receiver, said in receivers.items() if now - said[1] <= AWAITED_S}
+        recent = {receiver: entry for receiver, entry in receivers.items() if now - entry[1] <= AWAITED_S}
         before, _ = recent.pop(incarnation, (0, now))
         self._awaited[rendezvous] = recent | {incarnation: (max(before, count), now)}
         if len(self._awaited) > MOST_AWAITED:

@@ -80,8 +80,8 @@ class Sender:
         if offered is None:
             if len(self.offers) >= MOST_OFFERS:
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
-                said = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
-                return [Tell(released(offer, code, reason)), *said]
+                refusals = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
+                return [Tell(released(offer, code, reason)), *refusals]
             offered = OpenOffer(offer.number, offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.number] = offered
             self._rendezvous.enter(offered)
@@ -310,11 +310,11 @@ class Sender:
         offered = self.offers.get(number)
         return [] if offered is None else self._end_offer(offered, "withdrawn", reason, now, comes_again)
 
-    def no_offer(self, said: NoOffer, now: float) -> None:
+    def no_offer(self, message: NoOffer, now: float) -> None:
         """Our engine offers nothing more for a call. `answers` refuses the claims that wait for it."""
-        self._rendezvous.end_call(said.call, (said.code, said.reason), now)
+        self._rendezvous.end_call(message.call, (message.code, message.reason), now)
         for rendezvous, transfers in self._waiting.items():  # once per refused call, so no index
-            if call_of(rendezvous) == said.call:
+            if call_of(rendezvous) == message.call:
                 self._undecided |= transfers
 
     def reclaim(self, blocks: int, now: float) -> list[Action]:
@@ -453,11 +453,11 @@ class Sender:
             offered.short = offered.short or out.stopped_by
         if out.is_busy:
             out.stop()
-            said: list[Action] = [StopSending(out.transfer, *out.stopped_by)] if out.is_ordered else []
-            said += self._send(out, Failing(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
+            actions: list[Action] = [StopSending(out.transfer, *out.stopped_by)] if out.is_ordered else []
+            actions += self._send(out, Failing(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
         else:
-            said = self._end(out)
-        return said + (self._release_if_over(offered) if offered is not None else [])
+            actions = self._end(out)
+        return actions + (self._release_if_over(offered) if offered is not None else [])
 
     def _end(self, out: OutgoingTransfer) -> list[Action]:
         out.end()

@@ -197,8 +197,8 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             is_inside &= kept.kind != "chunked" or kept.window % block > 0
             if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
                 needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
-                said = _block(kept, sender.shard), _block(wanted, receiver.shard)
-                yield Difference("block_tokens", *said, place, needs)
+                blocks = _block(kept, sender.shard), _block(wanted, receiver.shard)
+                yield Difference("block_tokens", *blocks, place, needs)
         if kept.kind == wanted.kind == "state" and (token_shards[0][0] > 1 or token_shards[1][0] > 1):
             needs = "no context parallel ranks where layers keep a state"
             yield Difference("cp_size", token_shards[0][0], token_shards[1][0], place, needs)
@@ -228,8 +228,8 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             names = {True: "raw", False: "with a weight added"}
             yield Difference("scores", names[_is_raw(held)], names[_is_raw(needed)], f"layer {layer}", SAME_SCORES)
         elif not held >= needed:
-            said = " ".join(sorted(held)), " ".join(sorted(needed))
-            yield from _if_other("parts", *said, f"layer {layer}", SAME_MODEL)
+            parted = " ".join(sorted(held)), " ".join(sorted(needed))
+            yield from _if_other("parts", *parted, f"layer {layer}", SAME_MODEL)
 
 
 class RowPlanes(Value):

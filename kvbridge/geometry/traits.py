@@ -23,8 +23,8 @@ def model_key(pool: Pool) -> str:
     same key may still differ in something that cannot be converted, such as windows: `kvbridge plan` decides.
     """
     layers = sorted({_shape(layer) for layer in pool.model.layers if layer is not None})
-    said = msgspec.json.encode([pool.model.name, pool.model.depth, layers])
-    return hashlib.sha256(said).hexdigest()[:KEY_DIGITS]
+    encoded = msgspec.json.encode([pool.model.name, pool.model.depth, layers])
+    return hashlib.sha256(encoded).hexdigest()[:KEY_DIGITS]
 
 
 def _shape(layer: Layer) -> tuple[str, int, int, int, int]:

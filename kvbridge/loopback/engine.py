@@ -66,8 +66,8 @@ class SyntheticEngine:
         handles, fds = export_all(region.untyped_storage() for region in self.regions)
         if not self.client.is_connected:
             self.connect()
-        said: dict[str, Any] = {"versions": OURS, "pool": self.pool, "handles": handles, "fence_fd": len(fds)} | changes
-        self.client.send(Attach(**said), (*fds, self.fence.fd))
+        own: dict[str, Any] = {"versions": OURS, "pool": self.pool, "handles": handles, "fence_fd": len(fds)} | changes
+        self.client.send(Attach(**own), (*fds, self.fence.fd))
         for fd in fds:
             os.close(fd)
         answer: Attached | Refused = self.told(Attached, Refused)

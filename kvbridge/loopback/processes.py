@@ -39,8 +39,8 @@ class AgentProcess:
         self.options = options
         self.socket = str(folder / f"{name}.sock")
         self.log = folder / (log or f"{name}.log")
-        said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
-        flags = [part for option, value in said.items() for part in (flag_of(option), value)]
+        given = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
+        flags = [part for option, value in given.items() for part in (flag_of(option), value)]
         with self.log.open("wb") as output:
             told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items())]
             command = [*told, sys.executable, "-c", self.code, "agent", *flags]
@@ -83,8 +83,8 @@ def agents(
         started = []
         for i, name in enumerate(names):
             own = {"routes": routes_of[name]} if routes_of else {}
-            said = {"device": devices[i % len(devices)], **options, **own}
-            started.append(AgentProcess(folder, name, said, settings))
+            given = {"device": devices[i % len(devices)], **options, **own}
+            started.append(AgentProcess(folder, name, given, settings))
             stack.callback(end, started[-1].process)
         for agent in started:
             agent.wait_serving()

@@ -323,32 +323,32 @@ class Carrier:
     ) -> AsyncGenerator[bytes, None]:
         """The stream's events as they are sent to the client, the last one its end. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
-        is_said = is_finish = is_over = False
+        has_begun = is_finish = is_over = False
         with _blamed(engine, False, f"silent for {self._waits.answer_s:g} s", "the stream ended early"):
             async with aclosing(self._received(reply, call)) as received:
                 async for event in received:
-                    said: StreamEvent | None = event
+                    answer: StreamEvent | None = event
                     if event.data == DONE:
                         if not is_finish:
                             raise EngineError("ended_early", "the stream ended without finish_reason")
                         is_over = True
                     elif ERROR_EVENT.match(event.data):
-                        if not is_said and (status := _refused(event.data)):
+                        if not has_begun and (status := _refused(event.data)):
                             raise Refusal(status, event.data)
                         raise LegFailed(engine, "engine_error", "an error in its stream", False, _shown(event.data))
-                    elif said := _translated(answering, event) if answering else event:
-                        if inputs and (ask.path == GENERATE or not is_said):
-                            said = StreamEvent(await self._with_inputs(engine, ask, inputs, said.data))
-                        is_said = True
-                        is_finish = is_finish or is_end(ask.path, said.data)
+                    elif answer := _translated(answering, event) if answering else event:
+                        if inputs and (ask.path == GENERATE or not has_begun):
+                            answer = StreamEvent(await self._with_inputs(engine, ask, inputs, answer.data))
+                        has_begun = True
+                        is_finish = is_finish or is_end(ask.path, answer.data)
                         is_over = is_finish and ask.path in OF_VLLM
                     if is_over:
-                        call.awaits.discard(engine.said)
-                    if said is not None:
-                        yield said.framed()
+                        call.awaits.discard(engine.label)
+                    if answer is not None:
+                        yield answer.framed()
                     if is_over:
                         return
-            raise EngineError("ended_early", "the stream ended " + ("too early" if is_said else "before it began"))
+            raise EngineError("ended_early", "the stream ended " + ("too early" if has_begun else "before it began"))
 
     async def _received(self, reply: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[StreamEvent, None]:
         cutter = Events()
@@ -370,7 +370,7 @@ class Carrier:
             with _blamed(engine, is_retryable, f"no whole answer within {timeout_s:g} s", "its answer ended early"):
                 async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                     answer = await bounded(reply, ANSWER_BYTES, call.share)
-                call.awaits.discard(engine.said)
+                call.awaits.discard(engine.label)
                 return answer
 
     async def _post(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> aiohttp.ClientResponse:
@@ -389,17 +389,17 @@ class Carrier:
             return reply
         try:
             async with asyncio.timeout(self._waits.connect_s):
-                said = await bounded(reply, ANSWER_BYTES, call.share)
+                text = await bounded(reply, ANSWER_BYTES, call.share)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            said = b""
+            text = b""
         finally:
             reply.close()
         if 400 <= reply.status < 500 and reply.status not in TRY_ELSEWHERE:
-            raise Refusal(reply.status, said, reply.content_type)
-        raise LegFailed(engine, "engine_error", f"answered {reply.status}", is_prefill, _shown(said))
+            raise Refusal(reply.status, text, reply.content_type)
+        raise LegFailed(engine, "engine_error", f"answered {reply.status}", is_prefill, _shown(text))
 
     async def _sent(self, engine: Backend, leg: Leg, call: Call) -> aiohttp.ClientResponse:
-        call.awaits.add(engine.said)
+        call.awaits.add(engine.label)
         if trace := call.headers.get("traceparent"):
             leg = traced(leg, engine.kind, trace)
         body = pieces(leg.body)
@@ -449,10 +449,10 @@ async def _in_turns(body: list[bytes | memoryview]) -> AsyncIterator[bytes | mem
 def _translated(answering: Answering, event: StreamEvent) -> StreamEvent | None:
     """Raises EngineError."""
     try:
-        said = parse(event.data, Body)
+        body = parse(event.data, Body)
     except ValueError:
         raise EngineError("bad_answer", "an event that is no JSON object") from None
-    own = answering.event(said)
+    own = answering.event(body)
     return None if own is None else StreamEvent(encode(own))
 
 
@@ -461,8 +461,8 @@ def _rid(ask: PromptAsk) -> str:
     return rid if isinstance(rid, str) else secrets.token_hex(16)
 
 
-def _shown(said: bytes) -> str:
-    return plain(said.decode(errors="replace"), SAID_BYTES)
+def _shown(text: bytes) -> str:
+    return plain(text.decode(errors="replace"), SAID_BYTES)
 
 
 def _refused(event: bytes) -> int:
@@ -475,8 +475,8 @@ def _refused(event: bytes) -> int:
 
 
 def _failure(prefilling: Prefilling) -> Failure | None:
-    said = prefilling.result() if prefilling.done() else None
-    return None if isinstance(said, bytes) else said
+    outcome = prefilling.result() if prefilling.done() else None
+    return None if isinstance(outcome, bytes) else outcome
 
 
 def _is_open(opening: asyncio.Task[Opened | Failure]) -> bool:

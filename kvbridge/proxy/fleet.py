@@ -56,18 +56,20 @@ class Waits:
 class LegFailed(KVBridgeError):
     """An engine failed at its leg. `is_retryable`: another engine may do it instead.
 
-    `said` is the engine's own text. It may quote the prompt, so it is for the client and not for the log.
+    `engine_text` is the engine's own text. It may quote the prompt, so it is for the client and not for the log.
     """
 
-    def __init__(self, engine: Backend, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
-        super().__init__(code, f"{engine.said}: {reason}")
+    def __init__(
+        self, engine: Backend, code: str, reason: str, is_retryable: bool = True, engine_text: str = ""
+    ) -> None:
+        super().__init__(code, f"{engine.label}: {reason}")
         self.engine = engine
         self.is_retryable = is_retryable
-        self.said = said
+        self.engine_text = engine_text
 
     @property
     def for_client(self) -> str:
-        return f"{self}: {self.said}" if self.said else str(self)
+        return f"{self}: {self.engine_text}" if self.engine_text else str(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,7 @@ class Backend:
         return f"{self.kind}={self.url}"
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return f"{self.role} engine {self.name}"
 
     @property
@@ -102,9 +104,9 @@ class Backend:
         return f"http://{host}:{self.bootstrap_port}"
 
 
-def read_engine(role: Role, said: str) -> Backend:
+def read_engine(role: Role, text: str) -> Backend:
     """`vllm=URL`, or `sglang=URL[,bootstrap=PORT]` of a prefill server. Raises OperatorError."""
-    kind, _, rest = said.partition("=")
+    kind, _, rest = text.partition("=")
     url, *options = rest.split(",")
     place = urlsplit(url)
     try:
@@ -113,14 +115,14 @@ def read_engine(role: Role, said: str) -> Backend:
         is_url = False
     if kind not in list(Kind) or not is_url or place.path.strip("/") or place.query or place.username:
         raise OperatorError(
-            "bad_option", f"{role}: got {said!r}, need vllm=http://HOST:PORT or sglang=http://HOST:PORT"
+            "bad_option", f"{role}: got {text!r}, need vllm=http://HOST:PORT or sglang=http://HOST:PORT"
         )
     port = BOOTSTRAP_PORT
     for option in options:
         name, _, value = option.partition("=")
         takes_port = kind == Kind.SGLANG and role is Role.PREFILL
         if not (takes_port and name == "bootstrap" and value.isdecimal() and 0 < int(value) < 1 << 16):
-            raise OperatorError("bad_option", f"{role}: got {option!r} in {said!r}, need bootstrap=PORT of an sglang")
+            raise OperatorError("bad_option", f"{role}: got {option!r} in {text!r}, need bootstrap=PORT of an sglang")
         port = int(value)
     return Backend(role, Kind(kind), f"{place.scheme}://{place.netloc}", port)
 
@@ -139,8 +141,8 @@ def read_engines(path: Path) -> list[Backend]:
         if not words:
             continue
         if len(words) != 2 or words[0] not in list(Role):
-            said = " ".join(words)
-            raise OperatorError("bad_option", f"engines: {path}, line {number}: got {said!r}, need ROLE KIND=URL")
+            text = " ".join(words)
+            raise OperatorError("bad_option", f"engines: {path}, line {number}: got {text!r}, need ROLE KIND=URL")
         found.append(read_engine(Role(words[0]), words[1]))
     return checked(found)
 

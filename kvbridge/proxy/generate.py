@@ -90,14 +90,14 @@ class Answering:
         self._add(answer)
         if self.finish is None:
             raise EngineError("bad_answer", "an answer without finish_reason")
-        return self._said()
+        return self._answer()
 
     def event(self, answer: Body) -> Body | None:
         """The event in SGLang's format; None if it has no news. Raises EngineError."""
         if not answer.get("choices"):
             return None  # usage
         self._add(answer)
-        return self._said()
+        return self._answer()
 
     def _add(self, answer: Body) -> None:
         try:
@@ -120,7 +120,7 @@ class Answering:
             return {"type": "length", "length": len(self.tokens)}
         return {"type": reason, "matched": self.tokens[-1] if matched is None else matched}
 
-    def _said(self) -> Body:
+    def _answer(self) -> Body:
         return {
             "text": self.text,
             "output_ids": list(self.tokens),

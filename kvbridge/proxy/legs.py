@@ -217,26 +217,26 @@ def read_prefilled(ask: PromptAsk, answer: bytes, wants_token: bool) -> Prefille
         _place(params)
     if not wants_token or params is None:
         return PrefilledLeg(params)
-    tokens, said = read.choices[0].token_ids, read.choices[0].logprobs
+    tokens, logprobs = read.choices[0].token_ids, read.choices[0].logprobs
     if not tokens:
         raise EngineError("bad_answer", "the prefill engine told no token_ids")
-    if not said:
+    if not logprobs:
         return PrefilledLeg(params, tokens[0])
     try:
-        logprob, top = _chat_logprobs(said) if ask.path == CHAT else _logprobs(said)
+        logprob, top = _chat_logprobs(logprobs) if ask.path == CHAT else _logprobs(logprobs)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise EngineError("bad_answer", "the prefill engine's logprobs cannot be read") from None
     best = sorted(((value, token) for token, value in top), reverse=True)[: _top_asked(ask)]
     return PrefilledLeg(params, tokens[0], logprob, tuple(best))
 
 
-def _logprobs(said: Body) -> tuple[float, list[tuple[int, float]]]:
-    top = (said.get("top_logprobs") or [None])[0] or {}
-    return float(said["token_logprobs"][0]), [(_token(name), float(value)) for name, value in top.items()]
+def _logprobs(logprobs: Body) -> tuple[float, list[tuple[int, float]]]:
+    top = (logprobs.get("top_logprobs") or [None])[0] or {}
+    return float(logprobs["token_logprobs"][0]), [(_token(name), float(value)) for name, value in top.items()]
 
 
-def _chat_logprobs(said: Body) -> tuple[float, list[tuple[int, float]]]:
-    first = said["content"][0]
+def _chat_logprobs(logprobs: Body) -> tuple[float, list[tuple[int, float]]]:
+    first = logprobs["content"][0]
     top = first.get("top_logprobs") or []
     return float(first["logprob"]), [(_token(each["token"]), float(each["logprob"])) for each in top]
 

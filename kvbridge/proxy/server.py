@@ -63,7 +63,7 @@ def run(
     log_level: str,
 ) -> None:
     """Serve until SIGTERM or SIGINT. On SIGHUP read the file `listed` again. Raises OperatorError."""
-    named = [read_engine(Role.PREFILL, said) for said in prefill] + [read_engine(Role.DECODE, s) for s in decode]
+    named = [read_engine(Role.PREFILL, text) for text in prefill] + [read_engine(Role.DECODE, s) for s in decode]
     if listed is not None and named:
         raise OperatorError("bad_option", "engines: they are in the file, or named by --prefill and --decode; not both")
     engines = checked(named) if listed is None else read_engines(listed)
@@ -83,11 +83,11 @@ class _PlainFormatter(logging.Formatter):
         return plain_lines(super().format(record))
 
 
-def read_listen(said: str) -> tuple[str, int]:
+def read_listen(text: str) -> tuple[str, int]:
     """Raises OperatorError."""
-    host, _, port = said.rpartition(":")
+    host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise OperatorError("bad_option", f"listen: got {said!r}, need HOST:PORT")
+        raise OperatorError("bad_option", f"listen: got {text!r}, need HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -225,8 +225,8 @@ class Proxy:
                 async with asyncio.timeout(self._waits.connect_s):
                     url = f"{engine.url}/v1/models"
                     async with self._http.get(url, headers=_headers(request), allow_redirects=False) as reply:
-                        said = await bounded(reply, BODY_BYTES)
-                        return web.Response(body=said, status=reply.status, content_type=reply.content_type)
+                        body = await bounded(reply, BODY_BYTES)
+                        return web.Response(body=body, status=reply.status, content_type=reply.content_type)
         except NoEngine as error:
             return _error(503, error.code, str(error))
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
@@ -260,8 +260,8 @@ class Proxy:
                 return await self._stream(request, asked.asks[0], call)
         except ClientError as error:
             return _refused(error), "refused"
-        except Refusal as said:
-            return web.Response(body=said.body, status=said.status, content_type=said.content_type), "refused"
+        except Refusal as refusal:
+            return web.Response(body=refusal.body, status=refusal.status, content_type=refusal.content_type), "refused"
         except (NoEngine, Busy) as error:
             self._fleet.sparing.say(error.code, f"{error.code}: answered 503: {error}{_named(request)}")
             return _error(503, error.code, str(error)), error.code
@@ -337,7 +337,7 @@ class Proxy:
             if not response.prepared:
                 raise
             for_client = error.for_client if isinstance(error, LegFailed) else str(error)
-            data = json.dumps(_said(error.code, for_client, 502)).encode()
+            data = json.dumps(_error_body(error.code, for_client, 502)).encode()
             await self._sent(response.write(StreamEvent(data, b"error" if ask.path in OF_VLLM else b"").framed()))
             await self._sent(response.write_eof())  # without [DONE]: the answer is incomplete
             return response, error.code
@@ -380,7 +380,7 @@ def _numbered(call: Call, place: int) -> Call:
     return replace(call, headers={**call.headers, "X-Request-Id": f"{name}-{place}"}) if name else call
 
 
-def _said(code: str, message: str, status: int) -> Body:
+def _error_body(code: str, message: str, status: int) -> Body:
     """An error in the format of OpenAI's API, which is also one of Anthropic's."""
     kind = "invalid_request_error" if status < 500 else "engine_error"
     return {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -391,4 +391,4 @@ def _refused(error: ClientError) -> web.Response:
 
 
 def _error(status: int, code: str, message: str) -> web.Response:
-    return web.json_response(_said(code, message, status), status=status)
+    return web.json_response(_error_body(code, message, status), status=status)

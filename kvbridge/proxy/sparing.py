@@ -20,9 +20,9 @@ class SparingLog:
     def say(self, kind: str, text: str) -> None:
         """Say `text`, unless another line of its kind was said just now."""
         now = time.monotonic()
-        said, left_out = self._last.get(kind, (-EVERY_S, 0))
-        if now - said < EVERY_S:
-            self._last[kind] = (said, left_out + 1)
+        at, left_out = self._last.get(kind, (-EVERY_S, 0))
+        if now - at < EVERY_S:
+            self._last[kind] = (at, left_out + 1)
             return
         if len(self._last) > MOST_KINDS:
             self._last.clear()

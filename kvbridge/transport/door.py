@@ -174,8 +174,8 @@ class MemoryDoor(Server["_Caller"]):
     async def _answer(self, caller: _Caller) -> None:
         """Serve one caller, from its first byte to its end."""
         try:
-            shared, said, pipe = await self._proven(caller)
-            await self._hand_over(caller, shared, said, pipe)
+            shared, request, pipe = await self._proven(caller)
+            await self._hand_over(caller, shared, request, pipe)
             if await caller.receive() is not None:
                 raise PeerError("message_invalid", "more was said than open_memory")
         except (PeerError, BadFrame) as error:
@@ -198,26 +198,26 @@ class MemoryDoor(Server["_Caller"]):
             raise PeerError("caller_slow", f"the first message: not all here after {CALL_S} s") from None
         if received is None:
             raise PeerError("caller_slow", "it left without a word")
-        said, _ = received
-        card, pipe = self._cards.get(said.session, (None, None))
-        if card is None or not hmac.compare_digest(card.token, said.token):
+        request, _ = received
+        card, pipe = self._cards.get(request.session, (None, None))
+        if card is None or not hmac.compare_digest(card.token, request.token):
             raise PeerError("wrong_token", "token: not the one of an open session, or shown before")
-        del self._cards[said.session]
+        del self._cards[request.session]
         ours = None if self._shared is None else self._shared.epoch
-        if self._shared is None or {said.epoch, card.epoch} != {ours}:
-            raise PeerError("stale_epoch", f"epoch: receiver {said.epoch}, of the token {card.epoch}, sender {ours}")
-        if negotiate(OURS, said.versions) is None:
-            raise PeerError("version_mismatch", f"versions: sender {OURS}, receiver {said.versions}")
-        return self._shared, said, pipe
+        if self._shared is None or {request.epoch, card.epoch} != {ours}:
+            raise PeerError("stale_epoch", f"epoch: receiver {request.epoch}, of the token {card.epoch}, sender {ours}")
+        if negotiate(OURS, request.versions) is None:
+            raise PeerError("version_mismatch", f"versions: sender {OURS}, receiver {request.versions}")
+        return self._shared, request, pipe
 
-    async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory, pipe: Pipe | None) -> None:
+    async def _hand_over(self, caller: _Caller, shared: Shared, request: OpenMemory, pipe: Pipe | None) -> None:
         """Send the handles. Raises PeerError if they are not all taken.
 
         The caller is a holder before the first byte leaves: that byte may be enough for it to map the memory.
         """
-        holder = Holder(caller.pid, caller.uid, said.agent, said.session, shared.epoch, self._clock())
+        holder = Holder(caller.pid, caller.uid, request.agent, request.session, shared.epoch, self._clock())
         self._holders[caller] = holder
-        version = negotiate(OURS, said.versions)
+        version = negotiate(OURS, request.versions)
         assert version is not None, "_proven has looked"
         caller.taking = shared.epoch
         opened = MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles)
@@ -238,7 +238,7 @@ class MemoryDoor(Server["_Caller"]):
                 raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
         caller.taking = None
         failpoint("sender.memory_handed")
-        log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
+        log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, request.agent, shared.epoch)
 
     def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
         for caller, holder in self._holders.items():

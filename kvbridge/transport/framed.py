@@ -20,11 +20,11 @@ _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _CUT = int(socket.MSG_CTRUNC)
 _FDS_SPACE = socket.CMSG_SPACE(FRAME_FDS * array.array("i").itemsize)
-Heard = TypeVar("Heard")
-Said = TypeVar("Said")
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
 
 
-class Connection(Generic[Heard, Said]):
+class Connection(Generic[Incoming, Outgoing]):
     """One end. One task receives; anyone on the loop may send. Only `close` closes it, whatever the other end does.
 
     It receives messages of the union `kind`, each with at most `most_fds` descriptors; `unfit` as of `FrameReader`. It
@@ -40,7 +40,7 @@ class Connection(Generic[Heard, Said]):
         *,
         most_fds: int = MESSAGE_FDS,
         last_word: type | tuple[type, ...] = (),
-        unfit: Callable[[bytes | bytearray, BadFrame], Heard | None] | None = None,
+        unfit: Callable[[bytes | bytearray, BadFrame], Incoming | None] | None = None,
     ) -> None:
         connected.setblocking(False)
         self.pid, self.uid, _ = credentials_of(connected)
@@ -50,7 +50,7 @@ class Connection(Generic[Heard, Said]):
         self._fd = connected.fileno()
         self._loop = asyncio.get_running_loop()
         most_fds = min(most_fds, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._reader: FrameReader[Heard] = FrameReader(kind, limits, most_fds, unfit)
+        self._reader: FrameReader[Incoming] = FrameReader(kind, limits, most_fds, unfit)
         self._writer = FrameWriter()
         self._last_word = last_word
         self._is_over = False  # nothing more is received
@@ -84,7 +84,7 @@ class Connection(Generic[Heard, Said]):
             pass
         return False
 
-    async def receive(self) -> tuple[Heard, list[int]] | None:
+    async def receive(self) -> tuple[Incoming, list[int]] | None:
         """The next message and its descriptors, which the caller must close; None once nothing more will come.
 
         Raises BadFrame after the good messages before it. Nothing more comes then: send Refused. Close at last.
@@ -126,7 +126,7 @@ class Connection(Generic[Heard, Said]):
             if not received:
                 self._end("the other end is gone")
 
-    def send(self, message: Said, fds: Sequence[int] = ()) -> None:
+    def send(self, message: Outgoing, fds: Sequence[int] = ()) -> None:
         """Queue a message. Never blocks or raises; if the other end does not read, `receive` returns None.
 
         An end that does not read now may read later, and wait for our last word. So what was queued before still leaves

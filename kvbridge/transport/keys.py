@@ -98,12 +98,12 @@ def write_pair(path: Path) -> str:
     return public
 
 
-def _place(said: str, option: str) -> Path:
+def _place(text: str, option: str) -> Path:
     """The path of the file. Raises OperatorError if a key was given instead, without showing it."""
-    if any(is_key(word) for word in AROUND_KEY.split(said)) and not os.path.exists(said):
+    if any(is_key(word) for word in AROUND_KEY.split(text)) and not os.path.exists(text):
         reason = "must name a file, but its value looks like a key, so it is not shown"
         raise OperatorError("bad_option", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
-    return Path(said)
+    return Path(text)
 
 
 def _only_line(path: Path) -> str:

@@ -72,8 +72,8 @@ class Lock:
     def _inherit(self, incarnation: str) -> frozenset[str]:
         """Return the earlier incarnations, and add ours to the list for the next agent."""
         kernel = KERNEL.read_bytes().strip()
-        said = os.pread(self._fd, KEPT_INCARNATIONS * LINE_BYTES, 0)
-        whole = said[: said.rfind(b"\n") + 1].splitlines()  # a cut-off line could be longer than it looks
+        recorded = os.pread(self._fd, KEPT_INCARNATIONS * LINE_BYTES, 0)
+        whole = recorded[: recorded.rfind(b"\n") + 1].splitlines()  # a cut-off line could be longer than it looks
         lines = [line.partition(b" ") for line in whole]
         before = [found.decode() for found, _, under in lines if INCARNATION.fullmatch(found) and under == kernel]
         kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, incarnation][-KEPT_INCARNATIONS:])

@@ -92,7 +92,7 @@ class Trust:
 
         Raises PeerError `bad_address` if it is malformed, `peer_not_allowed` if the configuration does not allow it.
         """
-        endpoint, _, said = address.partition("#")
+        endpoint, _, key = address.partition("#")
         check_dialled(endpoint)
         is_local = is_loopback(endpoint)
         if not self._is_guarded and not is_local:
@@ -102,14 +102,14 @@ class Trust:
             where = "on loopback, dial is set" if is_local else "beyond loopback"
             reason = f'dial: {endpoint} is {where} and no pattern of dial names it; add "{place_of(endpoint)}"'
             raise PeerError("peer_not_allowed", reason)
-        return endpoint, self._server_key(endpoint, said, self.keys) if self.keys is not None else ""
+        return endpoint, self._server_key(endpoint, key, self.keys) if self.keys is not None else ""
 
     def name_of(self, key: str) -> str | None:
         """The name of the key's owner; None if we must not speak to it. Without keys the name is empty."""
         return self.keys.names.get(key) if self.keys is not None else ""
 
-    def _server_key(self, endpoint: str, said: str, keys: Keys) -> str:
-        key = said or keys.one
+    def _server_key(self, endpoint: str, named: str, keys: Keys) -> str:
+        key = named or keys.one
         if not key:
             reason = f"peers: {len(keys.names)} keys, and the address {endpoint} does not say which: append #PUBLICKEY"
             raise PeerError("peer_not_allowed", reason)

@@ -102,11 +102,11 @@ class AgentLink:
     def _arm(self) -> None:
         """Warn loudly if this engine was started to fail on purpose. A malformed VARIABLE must not stop it."""
         try:
-            said = arm_from_environment()
+            armed = arm_from_environment()
         except OperatorError as error:
             return self._log.error("ignored: %s: %s", error.code, error)
-        if said:
-            self._log.warning("FAILPOINTS ARE ON, this engine will fail on purpose: %s=%s", VARIABLE, ",".join(said))
+        if armed:
+            self._log.warning("FAILPOINTS ARE ON, this engine will fail on purpose: %s=%s", VARIABLE, ",".join(armed))
 
     @property
     def address(self) -> str:

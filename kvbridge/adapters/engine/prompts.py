@@ -76,7 +76,7 @@ class PromptDigest:
 def traceparent(*told: object) -> str:
     """The first valid `traceparent` in these mappings, or "". A client may have put anything there."""
     for each in told:
-        said = each.get("traceparent") if isinstance(each, Mapping) else None
-        if isinstance(said, str) and _TRACEPARENT.fullmatch(said):
-            return said
+        found = each.get("traceparent") if isinstance(each, Mapping) else None
+        if isinstance(found, str) and _TRACEPARENT.fullmatch(found):
+            return found
     return ""

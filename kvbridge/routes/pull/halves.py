@@ -195,10 +195,10 @@ class OutgoingByPull(OutgoingTransfer):
         ready = ready_chunks(self.plan, offered.readable, is_last)
         if not granted.is_asked and ready == granted.ready:
             return watch
-        said = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last, ready)
+        tables = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last, ready)
         granted.ends = now + LEASE_S
         self.route.deadlines.set(("lease", self.transfer), granted.ends)
-        return [*watch, Send(self.incarnation, said)]
+        return [*watch, Send(self.incarnation, tables)]
 
     def on_message(self, body: RouteToSender) -> list[Action]:
         match body:
@@ -353,9 +353,9 @@ class IncomingByPull(IncomingTransfer):
         if kind == "lease":
             return self._renew(now) if self.is_ordered or unchecked else []
         # The sender has not sent its digests in time: finish without them. A sample is not worth failing a request.
-        said: list[Action] = [Uncompared(self.transfer, len(unchecked))] if unchecked else []
+        actions: list[Action] = [Uncompared(self.transfer, len(unchecked))] if unchecked else []
         unchecked.clear()
-        return said
+        return actions
 
     def on_report(self, report: RouteReport, now: float) -> list[Action]:
         if isinstance(report, Summed):

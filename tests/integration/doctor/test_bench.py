@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.bench import BenchOutcome, _said, _verdict
+from kvbridge.commands.bench import BenchOutcome, _sentence, _verdict
 from kvbridge.doctor.pace import RECEIVERS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
 from testing.nursery import kvbridge
@@ -69,11 +69,11 @@ def test_a_route_is_slow_whose_largest_requests_are_below_the_floor() -> None:
     assert (bad.p50_s, bad.p99_s) == (0.25, 0.5)
     assert not BenchOutcome("nixl", (small, good)).is_bad
     assert (
-        _said(BenchOutcome("nixl", (small, good)))
+        _sentence(BenchOutcome("nixl", (small, good)))
         == "nixl: ok: 128 MiB at 0.500 of a copy or more, should be 0.05 or more"
     )
     slow = BenchOutcome("nixl", (small, good, bad))
-    assert slow.is_bad and _said(slow).startswith("nixl: SLOW: 128 MiB at 0.040")
+    assert slow.is_bad and _sentence(slow).startswith("nixl: SLOW: 128 MiB at 0.040")
     assert BenchOutcome("nixl", (good,), error="demo_engine: gone").is_bad
 
 
