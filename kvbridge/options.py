@@ -75,9 +75,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _option(
             "Where other agents reach us; port 0 takes any",
-            """
-            Loopback is enough for engines on one host. Across hosts name one interface's address, and set `key`.
-            """,
+            "Loopback is enough for engines on one host. Across hosts name one interface's address, and set `key`.",
         ),
     ] = "tcp://127.0.0.1:7700"
     advertise: Annotated[
@@ -178,9 +176,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Route, ...],
         _option(
             "Ways to a peer, the best first: pull, direct, nixl, host",
-            """
-            Each is proved before it is used (docs/architecture.md). Name one alone to force it.
-            """,
+            "Each is proved before it is used (docs/architecture.md). Name one alone to force it.",
             min_length=1,
             max_length=4,
         ),
@@ -234,9 +230,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         _option(
             "A peer that is silent for so long counts as lost",
-            """
-            So does one whose host has acknowledged nothing for 3 s. Its transfers fail; the next request dials anew.
-            """,
+            "So does one whose host has acknowledged nothing for 3 s. Its transfers fail; the next request dials anew.",
             ge=1,
             le=600,
         ),
@@ -254,9 +248,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         _option(
             "After how long all slots are replaced, if half of the receive_slots are quarantined",
-            """
-            Fewer after ten times as long: docs/guarantees.md, G6.
-            """,
+            "Fewer after ten times as long: docs/guarantees.md, G6.",
             gt=0,
             le=86400,
         ),
@@ -289,9 +281,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _option(
             "Where spans go, http://HOST:PORT/v1/traces; empty: none are made",
-            """
-            By OTLP over HTTP. Needs kvbridge[otel] (docs/metrics.md).
-            """,
+            "By OTLP over HTTP. Needs kvbridge[otel] (docs/metrics.md).",
             sample="http://127.0.0.1:4318/v1/traces",
             max_length=1024,
         ),

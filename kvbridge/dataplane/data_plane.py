@@ -496,21 +496,15 @@ class DataPlane:
                 self.receive_orders.stop(order)
             case Warm() | WarmPull() if attached is None:
                 pass
-            case Warm(parts=parts):
-                assert attached is not None
-                for part in parts:
-                    self._put(partial(self._jobs.warm, attached, part))
-            case WarmPull(memory_id=memory_id, pairs=pairs, kinds=kinds):
-                assert attached is not None
-                for theirs, ours in pairs:
-                    for has_digest in kinds:
-                        self._put(partial(self._pulling.warm, attached, memory_id, theirs, ours, has_digest))
             case _:
                 assert attached is not None
                 self._begin(order, attached, asked_at)
 
     def _begin(
-        self, order: SendOrder | Digest | Watch | ReceiveOrder | Fill, attached: AttachedMemory, asked_at: float
+        self,
+        order: SendOrder | Digest | Watch | ReceiveOrder | Fill | Warm | WarmPull,
+        attached: AttachedMemory,
+        asked_at: float,
     ) -> None:
         match order:
             case SendOrder():
@@ -523,6 +517,23 @@ class DataPlane:
                 self.receive_orders.order(order, attached)
             case Fill():
                 self._resume(self._pulling.fill(order, attached), None)
+            case Warm(parts=parts):
+                for part in parts:
+                    self._put(partial(self._warm, attached, partial(self._jobs.warm, attached, part)))
+            case WarmPull(memory_id=memory_id, pairs=pairs, kinds=kinds):
+                for theirs, ours in pairs:
+                    for has_digest in kinds:
+                        begin = partial(self._pulling.warm, attached, memory_id, theirs, ours, has_digest)
+                        self._put(partial(self._warm, attached, begin))
+
+    def _warm(self, attached: AttachedMemory, begin: Callable[[], None]) -> None:
+        """Begin to compile, unless the engine leaves. Errors are only logged."""
+        if attached.liveness.has_left:
+            return
+        try:
+            begin()
+        except Exception:
+            log.exception("could not get ready for a peer")
 
     def _send(self) -> bool:
         """Gather ready chunks while there are slots, for about GATHERING_S. Returns whether anything was begun."""

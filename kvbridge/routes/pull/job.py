@@ -296,14 +296,9 @@ class PullRoute:
     def warm(
         self, attached: AttachedMemory, memory_id: EngineMemoryId, theirs: Part, ours: Part, has_digest: bool
     ) -> None:
-        """Begin to compile for parts like these, unless one of the engines leaves. Errors are only logged."""
-        opened = self._peers.get(memory_id)
-        if opened is None or attached.liveness.has_left:
-            return
-        try:
+        """Begin to compile for parts like these, unless the peer's memory is closed already."""
+        if (opened := self._peers.get(memory_id)) is not None:
             self._resources.copier.warm_pull(opened[0], theirs, attached.memory, ours, has_digest)
-        except Exception:
-            log.exception("could not get ready for a peer")
 
 
 def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:

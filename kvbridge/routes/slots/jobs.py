@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -34,8 +33,6 @@ from ...geometry.plan import Part
 from ...transport.fabric import WriteFailed, WriteLate
 from ..choice import SLOT_ROUTES, Connected, is_proved, prove
 from .slot_routes import Landing, Target
-
-log = logging.getLogger("kvbridge.data_plane")
 
 
 @dataclass(eq=False, repr=False)
@@ -207,13 +204,8 @@ class Jobs:
         )
 
     def warm(self, attached: AttachedMemory, part: Part) -> None:
-        """Begin to compile for parts like this one, unless the engine leaves. Errors are only logged."""
-        if attached.liveness.has_left:
-            return
-        try:
-            self._copier.warm(attached.memory, part, self._any_slot(part))
-        except Exception:
-            log.exception("could not get ready for a peer")
+        """Begin to compile for parts like this one."""
+        self._copier.warm(attached.memory, part, self._any_slot(part))
 
     def _any_slot(self, part: Part) -> Span | None:
         """A slot for such a part, None before there are slots. A session that needs slots warms their kernels."""
