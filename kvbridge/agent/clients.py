@@ -79,7 +79,7 @@ class Clients:
                 if connection is self._current.connection:
                     self._data_plane.linger.keep_awake()
                 try:
-                    await self._hear(connection, message, fds)
+                    await self._on_message(connection, message, fds)
                 finally:
                     if fds:
                         close_fds(fds)
@@ -91,7 +91,7 @@ class Clients:
             if connection is self._current.connection or self._engines.leaving is not None:
                 await self._engines.leave("the engine's connection ended")
 
-    async def _hear(self, connection: LocalConnection, message: ToAgent | Unfit, fds: list[int]) -> None:
+    async def _on_message(self, connection: LocalConnection, message: ToAgent | Unfit, fds: list[int]) -> None:
         engine = self._current.engine
         match message:
             case StatusQuery():

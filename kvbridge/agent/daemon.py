@@ -271,7 +271,7 @@ class Agent:
         self.current, self.prompts = current, prompts
         self.receiver = self._receiver_runner(current)
         self.sender = self._sender_runner(current)
-        self.on_receive_orders, self.on_send_orders = self.receiver.hear, self.sender.hear
+        self.on_receive_orders, self.on_send_orders = self.receiver.on_reports, self.sender.on_reports
         outgoing, incoming = self.receiver.peers, self.sender.peers
         self.peers = Peers(self.control, outgoing, incoming, self.data_plane, self.metrics, clock)
         receiver, sender, data, metrics = self.receiver, self.sender, self.data_plane, self.metrics

@@ -240,7 +240,7 @@ class OutgoingPeers:
             self._receiver.opened(name, session)
         self._sort_out()
 
-    def hear(self, link: Link, sender: str, body: OfSender | Goodbye) -> None:
+    def on_message(self, link: Link, sender: str, body: OfSender | Goodbye) -> None:
         """Handle a sender's message other than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):

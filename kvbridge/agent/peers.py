@@ -140,7 +140,7 @@ class Peers:
             else:
                 if link.is_dialled or sender in self.incoming.sessions:
                     self._data_plane.linger.keep_awake()
-                self._hear(link, sender, body)
+                self._on_message(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
@@ -159,11 +159,11 @@ class Peers:
         except Exception:
             self._fault(link, what)
 
-    def _hear(self, link: Link, sender: str, body: Body) -> None:
+    def _on_message(self, link: Link, sender: str, body: Body) -> None:
         if link.is_dialled and isinstance(body, OfSender | Goodbye):
-            self.outgoing.hear(link, sender, body)
+            self.outgoing.on_message(link, sender, body)
         elif isinstance(body, OfReceiver | Goodbye):
-            self.incoming.hear(link, sender, body)
+            self.incoming.on_message(link, sender, body)
         else:
             self._metrics.rejected("unexpected_message")
 
@@ -258,7 +258,7 @@ class IncomingPeers:
         accepted = self.sessions.get(incarnation)
         return incarnation if accepted is None else accepted.session.peer.name
 
-    def hear(self, link: Link, sender: str, body: OfReceiver | Goodbye) -> None:
+    def on_message(self, link: Link, sender: str, body: OfReceiver | Goodbye) -> None:
         """Handle a receiver's message other than Hello."""
         accepted = self.sessions.get(sender)
         if accepted is not None and accepted.link is not link:  # only its own link speaks for an incarnation

@@ -1,9 +1,9 @@
 """The two halves of an agent at work: they hear something, let the exchange decide, do it, and record what happened.
 
 The receiver's: our engine wants tokens, other agents have them, we put them into its blocks. A want comes in (`want`),
-sessions open (`opened`), the data plane reports which rows are in the blocks (`hear`), and the engine is told.
+sessions open (`opened`), the data plane reports which rows are in the blocks (`on_reports`), and the engine is told.
 The sender's: our engine offers tokens (`offer`) as the prompt is computed, other agents claim them (`from_receiver`),
-before or after it; the data plane gets an order, and reports (`hear`); the engine gets its blocks back.
+before or after it; the data plane gets an order, and reports (`on_reports`); the engine gets its blocks back.
 exchange/receiver.py and exchange/sender.py decide. "A pull, function by function" in docs/architecture.md names the
 functions in order."""
 
@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvbridge_proto.engine import Abandon, Done, Expect, Failed, NoOffer, Offer, Released, ToEngine, Want, Withdraw
 from kvbridge_proto.peer import (
@@ -87,15 +86,11 @@ HEARD: Mapping[type, str] = {
 }
 
 
-class Sending(Protocol):
-    def send(self, peer: str, body: Body, /) -> None: ...
-
-
 @dataclass(eq=False, repr=False)
 class Runner(abc.ABC):
     """Runs on the loop. `_send_to` are the peers of its half."""
 
-    _send_to: Sending = field(init=False)
+    _send_to: OutgoingPeers | IncomingPeers = field(init=False)
 
     _data_plane: DataPlane
     _record: Record
@@ -237,7 +232,7 @@ class ReceiverRunner(Runner):
 
     # The data plane:
 
-    def hear(self, reports: Sequence[ReceivingReport]) -> None:
+    def on_reports(self, reports: Sequence[ReceivingReport]) -> None:
         """Take the data plane's reports. What follows from them is done first: our engine waits."""
         for report in reports:
             match report:
@@ -245,7 +240,7 @@ class ReceiverRunner(Runner):
                     failpoint("receiver.scattered")
                 case Dropped():
                     self._on_dropped(report)
-        self.do(self.receiving.hear(reports, self._clock()), reports)
+        self.do(self.receiving.on_reports(reports, self._clock()), reports)
 
     def _on_dropped(self, dropped: Dropped) -> None:
         now = self._clock()
@@ -387,7 +382,7 @@ class SenderRunner(Runner):
 
     # The data plane:
 
-    def hear(self, reports: Sequence[SendingReport]) -> None:
+    def on_reports(self, reports: Sequence[SendingReport]) -> None:
         """Take the data plane's reports. They are recorded first: nobody waits for what follows from them."""
         for report in reports:
             self._record.note(report)
@@ -398,7 +393,7 @@ class SenderRunner(Runner):
                     self._compare(report)
                 case FenceReached():  # our engine's fence was reached, or the wait for it ended
                     self._watched = -1
-        self.do(self.sending.hear(reports))
+        self.do(self.sending.on_reports(reports))
 
     def _compare(self, report: Digested) -> None:
         transfer, found, read = report.transfer, report.found, report.read

@@ -189,7 +189,7 @@ class Rendezvous:
         found = self.offer_for(claim)
         return found is None or found.want != claim.want
 
-    def hear(self, ended: EndedOffer, claim: Claim) -> tuple[str, str]:
+    def refuse(self, ended: EndedOffer, claim: Claim) -> tuple[str, str]:
         """Record that this claim is refused, and return (code, reason). Forget the offer once all have heard."""
         ended.want, ended.receivers = claim.want, ended.receivers or claim.receivers
         ended.heard.add(claim.receiver)

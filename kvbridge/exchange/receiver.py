@@ -163,7 +163,7 @@ class Receiver:
             return []
         return self._go_on(incoming, incoming.on_message(body, now), now)
 
-    def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
+    def on_reports(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """Take the data plane's reports."""
         actions: list[Action] = []
         may_lend = False

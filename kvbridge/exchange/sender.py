@@ -149,7 +149,7 @@ class Sender:
             offered = self._rendezvous.offer_for(out.claim)
             if isinstance(offered, EndedOffer):
                 self._rendezvous.meet(out.claim)
-                actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
+                actions += self._stop(out, *self._rendezvous.refuse(offered, out.claim))
                 continue
             if offered is None or (self._is_paused and out.plan.chunks):
                 if self._rendezvous.is_all_offered(out.claim):
@@ -237,7 +237,7 @@ class Sender:
             return []
         return out.on_message(body) + self._go_on(out)
 
-    def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
+    def on_reports(self, reports: Iterable[SendingReport]) -> list[Action]:
         """Take the data plane's reports."""
         actions: list[Action] = []
         for report in reports:

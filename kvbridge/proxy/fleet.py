@@ -181,7 +181,7 @@ class Fleet:
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
         for gone in set(self._all()).difference(kept):
             self._watches.pop(gone).cancel()
-            self._set_well(gone, False, "it is not on the list any more")
+            self._set_healthy(gone, False, "it is not on the list any more")
             self._metrics.healthy.remove(gone.role, gone.name)  # nobody is to be alarmed by it
             self._leaving[gone] = asyncio.create_task(self._forget(gone))
         for each in kept:
@@ -261,7 +261,7 @@ class Fleet:
         engine.agents.clear()
         engine.replicas = None
         if failure.code == "unreachable":
-            self._set_well(engine, False, "it cannot be reached")
+            self._set_healthy(engine, False, "it cannot be reached")
 
     async def _watch(self, engine: Backend) -> None:
         """Check its health until cancelled."""
@@ -279,7 +279,7 @@ class Fleet:
                 if slow < SLOW_CHECKS and engine.is_healthy:
                     log.info("%s engine %s is slow: %s", engine.role, engine.name, why)
                     why = ""
-            self._set_well(engine, not why, why)
+            self._set_healthy(engine, not why, why)
             if not engine.is_checked:
                 engine.is_checked = True
                 self._wake()
@@ -296,7 +296,7 @@ class Fleet:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
 
-    def _set_well(self, engine: Backend, is_healthy: bool, why: str) -> None:
+    def _set_healthy(self, engine: Backend, is_healthy: bool, why: str) -> None:
         if engine in self._watches:
             self._metrics.healthy.labels(engine.role, engine.name).set(is_healthy)
         if is_healthy != engine.is_healthy:

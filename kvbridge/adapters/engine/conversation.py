@@ -357,9 +357,9 @@ class Conversation:
 
     def _listen(self) -> None:
         for message in self._link.turn():
-            self._hear(message)
+            self._on_message(message)
 
-    def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
+    def _on_message(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
             case Done(number=number, unfilled_layers=layers):
                 self._note_unfilled(layers)

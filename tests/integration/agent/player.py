@@ -184,9 +184,9 @@ class Whole(Player):
 
     def report(self) -> None:
         while received := self.receive_orders.take_reports():
-            self.receiver.hear(received)
+            self.receiver.on_reports(received)
         while sent := self.send_orders.take_reports():
-            self.sender.hear(sent)
+            self.sender.on_reports(sent)
 
 
 async def settle() -> None:
@@ -231,4 +231,4 @@ def knows(player: Player, address: str, incarnation: str) -> None:
     """The agent there says that we have a session with it."""
     wire = player.wires[address]
     wire.peer_incarnation = incarnation
-    player.peers._hear(wire, incarnation, Refuse(code="already_open", reasons=()))
+    player.peers._on_message(wire, incarnation, Refuse(code="already_open", reasons=()))

@@ -130,13 +130,13 @@ async def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_t
         await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
         assert player.peers.outgoing.sessions["M"].session is not None
     else:
-        player.peers._hear(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
+        player.peers._on_message(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
     assert not wires["M"].said(Cancel)
     for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
-        player.peers._hear(wires["M"], sender.agent.incarnation, said)
+        player.peers._on_message(wires["M"], sender.agent.incarnation, said)
         assert slots.counts().quarantined > 0
     player.want("P0")
-    player.peers._hear(wires["P0"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
+    player.peers._on_message(wires["P0"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
     assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
-    player.peers._hear(wires["P0"], sender.agent.incarnation, Drained(transfer=claim.transfer))
+    player.peers._on_message(wires["P0"], sender.agent.incarnation, Drained(transfer=claim.transfer))
     assert not slots.counts().quarantined

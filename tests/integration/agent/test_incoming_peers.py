@@ -41,8 +41,8 @@ async def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn(worl
     receiver.may_prove.set()
     await receiver.peers._welcome(asked[5], welcomed(world, asked[5]))  # proved: its lane is free
     receiver.peers._lose(asked[9], "gone")  # lost: its lane is free
-    receiver.peers._hear(asked[11], "incarnation", Goodbye(reason="x"))
-    receiver.peers._hear(asked[12], "incarnation", Refuse(code="no_engine", reasons=()))
+    receiver.peers._on_message(asked[11], "incarnation", Goodbye(reason="x"))
+    receiver.peers._on_message(asked[12], "incarnation", Refuse(code="no_engine", reasons=()))
     later = [receiver.wires[address] for address in addresses[PROBE_LANES:]]
     lanes = [wire.said(Hello)[0].probe_lane for wire in later if wire.said(Hello)]
     assert lanes == [asked[i].sent[0].probe_lane for i in (5, 9, 11, 12)]
@@ -122,7 +122,7 @@ async def test_a_sender_keeps_no_session_that_its_receiver_gave_up(world: World,
     receiver.may_prove.set()
     receiver.reach("left", "refused")
     left, refused = receiver.wires["left"], receiver.wires["refused"]
-    receiver.peers._hear(left, "incarnation", Goodbye(reason="sent before it heard our Hello"))
+    receiver.peers._on_message(left, "incarnation", Goodbye(reason="sent before it heard our Hello"))
     assert [type(body) for body in left.sent] == [Hello, Goodbye]
     said = welcomed(world, refused)
     refused.peer_incarnation = "another"
@@ -181,7 +181,7 @@ async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) 
 
 @pytest.mark.proves("T23")
 async def test_a_goodbye_during_a_proof_leaves_nothing_behind(world: World) -> None:
-    player, wire = await during_a_proof(world, lambda p, w: p.peers._hear(w, "D", Goodbye(reason="never mind")))
+    player, wire = await during_a_proof(world, lambda p, w: p.peers._on_message(w, "D", Goodbye(reason="never mind")))
     assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
     assert wire.sent == []
     await player.takes(wire, hello_from(world, "D"))  # it may come again
@@ -233,13 +233,13 @@ async def test_another_key_cannot_take_over_a_incarnation(world: World) -> None:
 async def test_another_link_that_says_our_receivers_incarnation_is_not_our_receiver(world: World) -> None:
     player, honest = await met(world)
     thief = Wire("elsewhere", peer_incarnation="D")
-    player.peers._hear(thief, "D", replace_struct(CLAIM, transfer="stolen"))
-    player.peers._hear(thief, "D", Cancel(transfer="t", code="c"))
-    player.peers._hear(thief, "D", Grant(transfer="t", leases=(SlotLease(0, 1),)))
-    player.peers._hear(thief, "D", Goodbye(reason="not mine to say"))
+    player.peers._on_message(thief, "D", replace_struct(CLAIM, transfer="stolen"))
+    player.peers._on_message(thief, "D", Cancel(transfer="t", code="c"))
+    player.peers._on_message(thief, "D", Grant(transfer="t", leases=(SlotLease(0, 1),)))
+    player.peers._on_message(thief, "D", Goodbye(reason="not mine to say"))
     assert player.heard == [] and len(player.peers.statuses()) == 1
     assert [refusal.code for refusal in thief.said(Refuse)] == ["no_session"]
-    player.peers._hear(honest, "D", replace_struct(CLAIM, transfer="own"))
+    player.peers._on_message(honest, "D", replace_struct(CLAIM, transfer="own"))
     assert [(incarnation, body.transfer) for incarnation, body in player.heard] == [("D", "own")]
 
 
@@ -295,7 +295,7 @@ async def test_a_receiver_that_has_a_session_by_another_address_is_told_so_and_k
     await says_hello(player, world, other, address="tcp://also:1", serial=1)
     assert codes(other) == ["already_open"] and not other.said(Welcome)
     assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
-    player.peers._hear(first, "D", Settled(transfer="t"))
+    player.peers._on_message(first, "D", Settled(transfer="t"))
     assert len(player.heard) == 1
 
 
@@ -328,12 +328,12 @@ async def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_ma
     player, first = await met(world)
     player.drained = True
     other = Wire("D0 again", peer_incarnation="D")
-    player.peers._hear(other, "D", Cancel(transfer="t", code=""))
+    player.peers._on_message(other, "D", Cancel(transfer="t", code=""))
     assert not other.sent
-    player.peers._hear(other, "D", Cancel(transfer="t", code="", incarnation="dead"))
+    player.peers._on_message(other, "D", Cancel(transfer="t", code="", incarnation="dead"))
     assert other.sent == [Drained(transfer="t")]
     player.peers._lose(first, "gone")
-    player.peers._hear(other, "D", Cancel(transfer="u", code=""))
+    player.peers._on_message(other, "D", Cancel(transfer="u", code=""))
     assert other.sent[1:] == [Drained(transfer="u")]
 
 
@@ -361,10 +361,10 @@ async def test_a_hello_of_a_connection_that_was_given_up_comes_too_late(world: W
     await says_hello(player, world, new, serial=2)
     assert new.said(Welcome) and set(player.heard) == {("D", "lost")}
     await says_hello(player, world, old, serial=1)
-    player.peers._hear(old, "D", Goodbye(reason="given up"))
+    player.peers._on_message(old, "D", Goodbye(reason="given up"))
     player.peers._lose(old, "given up")
     assert codes(old) == ["stale_hello"] and len(player.peers.statuses()) == 1
-    player.peers._hear(new, "D", Settled(transfer="t"))
+    player.peers._on_message(new, "D", Settled(transfer="t"))
     assert player.heard[-1] == ("D", Settled(transfer="t"))
     assert player.disconnected == [("D", 1)], "only the route of before, when the new connection took over"
 

@@ -148,7 +148,7 @@ async def test_a_link_that_has_had_no_session_for_a_while_is_closed(receiver: Pl
     for address in ("used", "unused"):
         outgoing.reach(address)
         wire = receiver.wires[address]
-        receiver.peers._hear(wire, "B", Refuse(code="no_engine", reasons=()))
+        receiver.peers._on_message(wire, "B", Refuse(code="no_engine", reasons=()))
     assert receiver.over == [("used", "no_engine"), ("unused", "no_engine")]
     outgoing.tick(time.monotonic() + UNUSED_LINK_S - 5.0)
     assert not receiver.wires["unused"].is_lost, "it may bring a Drained yet"
@@ -281,7 +281,7 @@ async def test_a_name_too_many_still_asks_for_what_is_unconfirmed_by_it(world: W
         knows(player, address, incarnation)
     (asked,) = player.wires["P0"].said(Cancel)
     assert (asked.transfer, asked.incarnation) == ("t", "dead") and max(player.kept) <= MOST_NAMES
-    player.peers._hear(player.wires["P0"], incarnation, Drained(transfer="t"))
+    player.peers._on_message(player.wires["P0"], incarnation, Drained(transfer="t"))
     assert not by_slots(player.receiving).unconfirmed.is_any("was here")
 
 

@@ -98,7 +98,7 @@ async def test_what_the_data_plane_reported_is_noted_if_what_follows_from_it_fai
     (transfer,) = player.receiving.wants[number_of("r")].incoming_transfers
     player.no_orders = StopReceiving
     with pytest.raises(RuntimeError):
-        player.receiver.hear([Broken(transfer, "bad_digest", "not what was sent")])
+        player.receiver.on_reports([Broken(transfer, "bad_digest", "not what was sent")])
     assert player.noted("r") == {"wanted", "claimed", "broken"}
 
 

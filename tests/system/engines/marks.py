@@ -32,7 +32,7 @@ def watch() -> None:
 
     from kvbridge.adapters.engine.conversation import Conversation
 
-    offer, want, hear = Conversation.offer, Conversation.want, Conversation._hear
+    offer, want, hear = Conversation.offer, Conversation.want, Conversation._on_message
     rooms: dict[str, str] = {}  # of open wants
 
     def noted_offer(self: Conversation, message: Offer) -> None:
@@ -53,4 +53,4 @@ def watch() -> None:
         if isinstance(message, Done) and (room := rooms.pop(message.request, None)) is not None:
             note(side="carried", room=room, at_s=at_s, bytes=message.moved_bytes, agent_s=message.seconds)
 
-    Conversation.offer, Conversation.want, Conversation._hear = noted_offer, noted_want, noted_hear  # type: ignore
+    Conversation.offer, Conversation.want, Conversation._on_message = noted_offer, noted_want, noted_hear  # type: ignore

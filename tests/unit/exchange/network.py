@@ -516,11 +516,11 @@ class Network:
 
     def _report(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
         if node.is_sender:
-            return self.do(node, node.sending.hear(reports))
+            return self.do(node, node.sending.on_reports(reports))
         by = {name: each.wanted for name, each in node.receiving.incoming_transfers.items()} | node.receiving._filled_by
         wants = [by.get(report.transfer) for report in reports]
         needed = {each.want.request: _chunks(each) for each in wants if each is not None}
-        self.do(node, node.receiving.hear(reports, self.now))
+        self.do(node, node.receiving.on_reports(reports, self.now))
         for request, chunks in needed.items():
             if isinstance(node.answers.get(request), Done) and not chunks <= self.scatters.keys():
                 raise Wrong(f"{request} is done without {chunks - self.scatters.keys()}")

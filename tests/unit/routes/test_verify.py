@@ -68,7 +68,7 @@ class PromisingSender(Claimant):
 
     def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
         assert isinstance(digest, Digest)
-        return self.sending.hear([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
+        return self.sending.on_reports([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
 
     def is_free(self) -> bool:
         return not self.sending.outgoing_transfers and not self.sending.offers
@@ -178,7 +178,7 @@ class PullingReceiver:
 
     def pulled(self) -> list[Action]:
         digests = {chunk: 100 + chunk for chunk in self.pull.compared}
-        return self.receiving.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
+        return self.receiving.on_reports([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
     def told(self, answer: BlockTables, key: str = KEY) -> list[Action]:
         return self.receiving.on_message(self.incarnation, answer, NOW, key)
@@ -236,21 +236,21 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
 def test_a_chunk_is_compared_while_others_are_read() -> None:
     receiver = PullingReceiver(check_every=64)
     (chunk,) = receiver.pull.compared
-    said = receiver.receiving.hear([Summed("x", {chunk: 5})], NOW)
+    said = receiver.receiving.on_reports([Summed("x", {chunk: 5})], NOW)
     assert sent(said) == [Check(transfer="x", digests=(Sum(chunk, 5),))] and not told(said)
     assert receiver.checked(Sum(chunk, 5)) == [] and receiver.compared == 1
-    said = receiver.receiving.hear([Pulled("x", receiver.pull.end_chunk, 1, 1, {}, None)], NOW)
+    said = receiver.receiving.on_reports([Pulled("x", receiver.pull.end_chunk, 1, 1, {}, None)], NOW)
     assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
 
 
 def test_a_difference_that_is_found_while_others_are_read_is_told_once_nothing_is_written() -> None:
     receiver = PullingReceiver(check_every=64)
     (chunk,) = receiver.pull.compared
-    receiver.receiving.hear([Summed("x", {chunk: 5})], NOW)
+    receiver.receiving.on_reports([Summed("x", {chunk: 5})], NOW)
     said = receiver.checked(Sum(chunk, 6))
     assert not told(said) and [type(each) for each in said] == [StopReceiving] and receiver.pull.lease.is_given_up
-    assert receiver.receiving.hear([Summed("x", {9: 5})], NOW) == [], "nobody wants to know any more"
-    (failed,) = told(receiver.receiving.hear([Quiet("x")], NOW))
+    assert receiver.receiving.on_reports([Summed("x", {9: 5})], NOW) == [], "nobody wants to know any more"
+    (failed,) = told(receiver.receiving.on_reports([Quiet("x")], NOW))
     assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
 
 
