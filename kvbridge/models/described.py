@@ -125,8 +125,6 @@ def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool)
         if command.has_decode_cache and command.has_host_cache and is_decoder:
             found = f"{model.family}: --enable-hierarchical-cache"
             yield refusal("cache_unsupported", "sglang", "state", found)
-        if model.state is not None and not (model.state.conv and model.state.heads):
-            yield refusal("cache_unsupported", "sglang", "state", model.family)
         return
     if command.state_mode == "all" and not command.has_private_blocks:
         yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")

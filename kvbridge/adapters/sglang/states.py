@@ -1,7 +1,7 @@
 """Recurrent states in SGLang: where each part of a state lies, and which slot an offer or a want names.
 
 A `HybridLinearKVPool` has the rows of attention. Beside it a `MambaPool` has one slot for each request's state: the
-last rows of the short convolution's input, and the state proper. On the prefill side nothing writes a request's slot
+last rows of the short convolution's input, and the state proper, or one of these alone. On the prefill side nothing writes a request's slot
 between its last chunk and its sender's end: SGLang's prefix cache gets a copy, and the slot goes to the cache, or is
 free, only after that. So the slot is offered as it is, and held. What comes to the decode side fills the whole slot:
 SGLang does not clear it.
@@ -30,7 +30,10 @@ from . import drafts
 STATE_GROUP = 1  # the number of the group of states; the attention layers' is 0
 # Of requests' places. A unified pool's slots are not where their numbers say.
 PLACES = ("HybridReqToTokenPool", "HybridMambaDecodeReqToTokenPool")
-MODULES = ("RadixLinearAttention", "MambaMixer2")  # SGLang's, of layers with a state
+# SGLang's, of layers with a state.
+DELTA, MAMBA2, LIGHTNING = "RadixLinearAttention", "MambaMixer2", "BailingMoELinearAttention"
+CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+MODULES = (DELTA, MAMBA2, LIGHTNING, *CONVOLUTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,35 +113,33 @@ def found(queue: Any, shard: Shard) -> States | None:
 
 def _state(model: torch.nn.Module, states: Any, shard: Shard) -> State:
     """What the model's layers keep, of all ranks: the modules know their heads, the pool how many rows."""
-    kinds = dict(zip(MODULES, (_delta, _mamba2), strict=True))
-    modules = {kind: module for module in model.modules() if (kind := type(module).__name__) in kinds}
+    modules = {kind: module for module in model.modules() if (kind := type(module).__name__) in MODULES}
     if len(modules) != 1 or len(states.mamba_cache.conv) != 1:
         what = " and ".join(sorted(modules)) or "layers that kvbridge does not know"
         raise refusal("cache_unsupported", "sglang", "state", f"KV pool: HybridLinearKVPool of {what}")
-    ((kind, module),) = modules.items()
-    window = states.mamba_cache.conv[0].shape[3 - states.conv_slice_axis]
-    return kinds[kind](module, int(window) + 1, shard.tp_size)
-
-
-def _delta(layer: Any, kernel: int, tp_size: int) -> State:
-    """Gated DeltaNet, and KDA: the module counts a rank's heads."""
-    heads = int(layer.num_k_heads) * tp_size, int(layer.num_v_heads) * tp_size
-    return State.gated_delta(*heads, int(layer.head_k_dim), int(layer.head_v_dim), kernel)
-
-
-def _mamba2(layer: Any, kernel: int, tp_size: int) -> State:
-    """If B and C have one group, SGLang counts one for each rank; only the norm keeps the model's own number."""
-    of = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.norm.n_groups, kernel
-    return State.mamba2(*map(int, of))
+    ((kind, layer),) = modules.items()
+    kernel = int(states.mamba_cache.conv[0].shape[3 - states.conv_slice_axis]) + 1
+    if kind == DELTA:  # Gated DeltaNet, and KDA: the module counts a rank's heads
+        heads = int(layer.num_k_heads) * shard.tp_size, int(layer.num_v_heads) * shard.tp_size
+        return State.gated_delta(*heads, int(layer.head_k_dim), int(layer.head_v_dim), kernel)
+    if kind == MAMBA2:  # if B and C have one group, SGLang counts one for each rank; the norm keeps the model's number
+        of = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.norm.n_groups, kernel
+        return State.mamba2(*map(int, of))
+    if kind == LIGHTNING:  # keys precede values, as in vLLM (`s_ptrs` of `seg_la_p_kernel`)
+        return State.lightning(int(layer.total_num_heads), int(layer.head_dim))
+    return State.short_conv(int(layer.hidden_size), kernel)
 
 
 def _check_shapes(states: Any, state: State, shard: Shard) -> None:
     """Raises OperatorError unless a slot has just the parts of this state, in dtypes that we know."""
-    *_, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
     conv, own = states.mamba_cache.conv[0], states.mamba_cache.temporal
     channels = state.channels(shard.tp_rank, shard.tp_size)
-    shapes = [tuple(each.shape[2:]) for each in (conv, own)]
-    expected = [(channels, state.rows)[:: -1 if states.conv_slice_axis else 1], (heads.count, state.values, state.keys)]
+    shapes = [tuple(conv.shape[2:]), tuple(own.shape[2:]) if own.numel() else ()]
+    heads = [Heads.of(state.heads, shard.tp_rank, shard.tp_size).count] if state.heads else []
+    expected = [
+        (channels, state.rows)[:: -1 if states.conv_slice_axis else 1],
+        (*heads, state.values, state.keys) if heads else (),
+    ]
     dtypes = [conv.dtype, own.dtype]
     if shapes != expected or not all(dtype in CODEC_OF and dtype.itemsize > 1 for dtype in dtypes):
         raise OperatorError("shape_unknown", f"KV pool: states {shapes} of {dtypes}, expected {expected}")
@@ -146,17 +147,17 @@ def _check_shapes(states: Any, state: State, shard: Shard) -> None:
 
 def _planes(states: Any, place: int, layer: int, state: State, shard: Shard) -> Iterator[tuple[torch.Tensor, Plane]]:
     """The planes of a layer. Its convolution is [slots, channels, rows], or for KDA [slots, rows, channels]."""
-    *pieces, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
-    conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place]
+    parts = state.parts(shard.tp_rank, shard.tp_size)
+    conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place].flatten(2)
     conv = conv if states.conv_slice_axis else conv.transpose(1, 2)  # [slots, rows, channels]
     at = 0
-    for part, held, each in pieces:
+    for part, held, each in parts[: len(state.conv)]:
         channels = each // state.rows
         piece = conv[:, :, at : at + held.count * channels].unflatten(2, (held.count, channels)).transpose(1, 2)
         yield piece, _plane(piece, part, layer, held)
         at += held.count * channels
-    own = own.flatten(2)
-    yield own, _plane(own, "state", layer, heads)
+    for part, heads, _ in parts[len(state.conv) :]:
+        yield own, _plane(own, part, layer, heads)
 
 
 def _plane(view: torch.Tensor, part: str, layer: int, heads: Heads) -> Plane:

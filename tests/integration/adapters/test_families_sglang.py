@@ -100,17 +100,18 @@ def compressed(ratios: tuple[int, ...]) -> Any:
 
 
 def beside_states(family: Family, tp: int) -> Any:
-    """What a family that is refused is refused for is its own (lfm2.py, bailing_moe_linear.py, glm5_next.py)."""
+    """What GLM-5-Next is refused for is its own (glm5_next.py)."""
     model = read(family.config)
-    if model.state is None or not (model.state.conv and model.state.heads):
+    if model.state is None:
         side = States(tp=tp)
         side.queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList()
-        if family.models == "GLM-5-Next":
-            side.pool.full_kv_pool = sparse(page_size=256, index_kpool=4)
+        side.pool.full_kv_pool = sparse(page_size=256, index_kpool=4)
         return side.queue
     state, layers = model.state, list(enumerate(model.layers))
-    name = "kda" if "kimi" in model.family else "mamba2" if state.conv[0].part == "conv_x" else "gated"
-    kind = Kind(name, tuple((each.heads, each.channels) for each in state.conv), state.heads, state.values, state.keys)
+    name = "kda" if "kimi" in model.family else "gated" if "qwen3" in model.family else "mamba2"
+    name = "lightning" if not state.conv else name if state.heads else "short conv"
+    conv = tuple((each.heads, each.channels) for each in state.conv)
+    kind = Kind(name, conv, state.heads, state.values, state.keys, state.rows)
     attention = next(layer for _, layer in layers if layer and layer.kind != "state")
     size = {"head_num": max(1, attention.kv_heads // tp), "head_dim": attention.key_width}
     if attention.kind == "mla":

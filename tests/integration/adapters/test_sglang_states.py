@@ -73,6 +73,14 @@ class MambaMixer2(RadixLinearAttention):
     pass
 
 
+class Lfm2ShortConv(RadixLinearAttention):
+    pass
+
+
+class BailingMoELinearAttention(RadixLinearAttention):
+    pass
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of state. `conv` are its pieces: heads in all, channels of each."""
@@ -82,32 +90,54 @@ class Kind:
     heads: int
     values: int
     keys: int
+    rows: int = ROWS
 
     @property
     def state(self) -> State:
         if self.name == "mamba2":
-            return State.mamba2(self.heads, self.values, self.keys, self.conv[1][0], ROWS + 1)
-        return State.gated_delta(self.conv[0][0], self.heads, self.keys, self.values, ROWS + 1)
+            return State.mamba2(self.heads, self.values, self.keys, self.conv[1][0], self.rows + 1)
+        if self.name == "lightning":
+            return State.lightning(self.heads, self.keys)
+        if self.name == "short conv":
+            return State.short_conv(self.channels, self.rows + 1)
+        return State.gated_delta(self.conv[0][0], self.heads, self.keys, self.values, self.rows + 1)
+
+    @property
+    def channels(self) -> int:
+        return sum(heads * channels for heads, channels in self.conv)
 
     def shape(self, tp: int) -> Any:
-        """SGLang's own of one rank, as its configurations make it (qwen3_next.py, nemotron_h.py, kimi_linear.py)."""
+        """SGLang's own of one rank, as its configurations make it.
+
+        Those of qwen3_next.py, nemotron_h.py, kimi_linear.py, bailing_hybrid.py and lfm2.py.
+        """
         from sglang.srt.configs.mamba_utils import KimiLinearStateShape, Mamba2StateShape
 
         if self.name == "kda":
-            own = {"num_heads": self.heads, "head_dim": self.values, "conv_kernel_size": ROWS + 1}
+            own = {"num_heads": self.heads, "head_dim": self.values, "conv_kernel_size": self.rows + 1}
             return KimiLinearStateShape.create(tp_world_size=tp, **own)
+        if self.name in ("lightning", "short conv"):
+            is_conv = self.name == "short conv"
+            own = {"num_heads": tp, "head_dim": self.channels} if is_conv else {"num_heads": self.heads}
+            own = {"head_dim": self.values, "conv_kernel": self.rows + 1} | own
+            own |= {"intermediate_size": self.channels, "n_groups": int(is_conv), "state_size": self.keys}
+            return Mamba2StateShape.create(tp_world_size=tp, **own)
         inner, groups = self.heads * self.values, self.conv[1][0]
         keys = self.conv[0][0] * self.keys
-        own = {"num_heads": self.heads, "head_dim": self.values, "state_size": self.keys, "conv_kernel": ROWS + 1}
+        own = {"num_heads": self.heads, "head_dim": self.values, "state_size": self.keys, "conv_kernel": self.rows + 1}
         cut = {"conv_shard_groups": [keys, keys, inner]} if self.name == "gated" else {}
         return Mamba2StateShape.create(tp_world_size=tp, intermediate_size=inner, n_groups=groups, **own, **cut)
 
     def module(self, tp: int) -> Any:
-        """SGLang's, as far as it is asked (models/qwen3_next.py, kimi_linear.py; layers/attention/mamba/mamba.py)."""
+        """SGLang's, as far as it is asked (models/qwen3_next.py and others; layers/attention/mamba/mamba.py)."""
         if self.name == "mamba2":
             groups = self.conv[1][0]
             heads = {"num_heads": self.heads, "head_dim": self.values, "ssm_state_size": self.keys}
             return MambaMixer2(**heads, n_groups=max(groups, tp), norm=SimpleNamespace(n_groups=groups))
+        if self.name == "lightning":
+            return BailingMoELinearAttention(total_num_heads=self.heads, head_dim=self.keys)
+        if self.name == "short conv":
+            return Lfm2ShortConv(hidden_size=self.channels)
         heads = {"num_k_heads": self.conv[0][0] // tp, "num_v_heads": self.heads // tp}
         return RadixLinearAttention(layer_id=0, **heads, head_k_dim=self.keys, head_v_dim=self.values)
 
@@ -119,7 +149,7 @@ class Kind:
 
     def whole(self, layer: int) -> list[torch.Tensor]:
         """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
-        sizes = [(heads, channels, ROWS) for heads, channels in self.conv] + [(self.heads, self.values, self.keys)]
+        sizes = [(heads, channels, self.rows) for heads, channels in self.conv] + [(self.heads, self.values, self.keys)]
         counted = np.cumsum([layer, *(int(np.prod(size)) for size in sizes)])
         # Small whole numbers, which all dtypes have.
         return [
@@ -134,9 +164,9 @@ class Kind:
         for piece in pieces:
             size = max(1, len(piece) // tp)
             first = 0 if len(piece) == 1 else rank * size
-            own.append(piece[first : first + size].reshape(-1, ROWS))
+            own.append(piece[first : first + size].reshape(-1, self.rows))
         share = self.heads // tp
-        return torch.cat(own), state[rank * share : (rank + 1) * share]
+        return torch.cat([torch.empty(0, self.rows), *own]), state[rank * share : (rank + 1) * share]
 
 
 KINDS = {
@@ -144,6 +174,8 @@ KINDS = {
     "groups": Kind("mamba2", ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
     "one group": Kind("mamba2", ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
     "kda": Kind("kda", ((8, 5), (8, 5), (8, 5)), 8, 5, 5),
+    "lightning": Kind("lightning", (), 8, 5, 5, 0),
+    "short conv": Kind("short conv", ((8, 3),), 0, 0, 0, 2),
 }
 
 
@@ -200,8 +232,10 @@ class Side:
         """Write the state of this rank's layers into a slot, as SGLang's layers see it."""
         for place, layer in enumerate(STATES):
             conv, own = self.kind.rank(layer, self.tp, self.rank)
-            self.cache.conv[0][place, number] = conv.T if self.kind.name == "kda" else conv
-            self.cache.temporal[place, number] = own
+            if self.kind.conv:
+                self.cache.conv[0][place, number] = conv.T if self.kind.name == "kda" else conv
+            if self.kind.heads:
+                self.cache.temporal[place, number] = own
 
     def buffers(self) -> list[torch.Tensor]:
         attention = self.pool.full_kv_pool
@@ -295,8 +329,8 @@ def vllm(kind: Kind, tp: int, rank: int, layout: str, is_turned: bool) -> Held:
     conv, own = kind.rank(0, tp, rank)
     size = (conv.numel() + own.numel()) * 2
     pages = torch.full((SLOTS, len(STATES) * size), 0xEE, dtype=torch.uint8).view(torch.int8)
-    shape = tuple(conv.T.shape if layout == "SD" else conv.shape)
-    spec = SimpleNamespace(shapes=(shape, tuple(own.shape)), dtypes=(BF16, BF16))
+    shapes = [tuple(each.shape) for each in (conv.T if layout == "SD" else conv, own) if each.numel()]
+    spec = SimpleNamespace(shapes=shapes, dtypes=[BF16] * len(shapes))
     planes, state = [], replace(kind.state, is_turned=is_turned)
     for place, layer in enumerate(STATES):
         page = pages[:, place * size : (place + 1) * size].unsqueeze(1).unsqueeze(1)
@@ -318,7 +352,7 @@ def vllm_bytes(kind: Kind, tp: int, rank: int, layout: str, is_turned: bool) -> 
     for layer in STATES:
         conv, own = kind.rank(layer, tp, rank)
         parts += [conv.T if layout == "SD" else conv, own.transpose(1, 2) if is_turned else own]
-    return b"".join(part.to(BF16).contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    return b"".join(part.to(BF16).contiguous().view(torch.int16).numpy().tobytes() for part in parts)
 
 
 def test_sglangs_own_transfer_mixes_the_pieces_of_mamba_2() -> None:
