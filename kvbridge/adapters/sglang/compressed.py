@@ -1,11 +1,12 @@
-"""DeepSeek V4's caches in SGLang: where each part of them lies, and which rows an offer or a want names beside pages.
+"""The caches of DeepSeek V4 and V4.1 in SGLang: where each part lies, and which rows an offer or a want names.
 
-Pages of all tokens hold one row for 4 or 128 tokens, and index keys of 4. Layers keep a window, in pages of their own,
+Pages of all tokens hold one row for 4 or 128 tokens, and index keys of 4. Those of V4.1 hold one for 1 or 2 tokens, and
+index keys of each, in some layers only, whose rows the next layers read. Layers keep a window, in pages of their own,
 and the kv and the scores of the tokens that the next row will be made of:
 - Of a row of 4: the last tokens of each page of the window, in a ring that the page has. A row needs 8 tokens: those of
   the row before it, too. Their group has blocks of one token, so rings of other lengths are only other numbers.
-- Of a row of 128: in a ring of each request, at its number in `req_to_token`, of one or two blocks of 128 tokens. Only
-  those of the row that is not whole are read again.
+- Of a row of 2 or 128: in a ring of each request, at its number in `req_to_token`, of one block of as many tokens, or
+  more. Only those of the row that is not whole are read again.
 SGLang keeps raw scores, vLLM adds a weight (`ape`) to them. So these parts have other names than vLLM's.
 """
 
@@ -20,9 +21,9 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Codec, Group, Layer, Plane
 from msgspec.structs import replace
 
-from ...cache_kinds import RAW, ROTATED_INDEX_KEY, first_kept
+from ...cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY, first_kept
 from ...errors import EngineError, OperatorError
-from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_ROWS, V4_SCALES, plain_rows
+from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_ROWS, V4_SCALES, plain_rows, scaled_rows
 from ..engine.memory import CODEC_OF, plane_of
 from ..engine.records import WHOLE
 from ..engine.unsupported import refusal
@@ -34,6 +35,13 @@ READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
 STATE_GROUPS = {
     4: Group(kind="sliding", block_tokens=1, blocks=1, window=READ_AGAIN),
     128: Group(kind="chunked", block_tokens=128, blocks=1, window=128),
+    2: Group(kind="chunked", block_tokens=2, blocks=1, window=2),
+}
+# By the form of a latent (`KVLayout.encoding`): its numbers and their scales.
+FORMS = {
+    "v4": (V4_ROWS, V4_SCALES),
+    "v41": scaled_rows("mxfp8_e4m3", V4_ROWS.width),
+    "v41_fp4": scaled_rows("nvfp4", V4_ROWS.width),
 }
 
 
@@ -54,17 +62,16 @@ def is_compressed(pool: Any) -> bool:
 
 def check(pool: Any) -> None:
     """Raise OperatorError if this pool, or that of a draft model, holds rows in a form that is not carried."""
-    layout = str(getattr(getattr(pool, "kv_layout", None), "value", "unknown"))  # other SGLang versions do not say it
-    if set(pool.compression_ratios) - {0, *STATE_GROUPS}:
-        raise refusal("cache_unsupported", "sglang", "bounded", f"KV pool: {KIND} of {pool.compression_ratios}")
+    if unknown := set(pool.compression_ratios) - {0, 1, *STATE_GROUPS}:
+        raise refusal("cache_unsupported", "sglang", "compressed", f"KV pool: {KIND} of {sorted(unknown)}")
     states = [each for each in pool.compress_state_pools if each is not None]
-    index = pool.c4_indexer_kv_pool
+    form = getattr(getattr(getattr(pool, "kv_layout", None), "encoding", None), "value", "unknown")
     refused = {
         "a ring of the window's rows for each request": pool.swa_kv_pool is None or pool.swa_req_ring_size is not None,
         "rows of 512 fp8 numbers (--dsv4-attn-backend trtllm)": getattr(pool, "uniform_fp8", False),
-        f"rows in the form {layout} (SGLANG_DSV4_KV_LAYOUT)": layout != "v4",
+        f"rows in the form {form} (SGLANG_DSV4_KV_LAYOUT)": form not in FORMS,
         "sums in place of rows (SGLANG_OPT_USE_ONLINE_COMPRESS)": any(each.online for each in states),
-        "index keys in MXFP4 (--enable-deepseek-v4-fp4-indexer)": index is not None and index.use_fp4_indexer,
+        "index keys in AITER's order": any(each.uses_aiter_fp4_layout for each in pool.index_pools.values()),
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise OperatorError("cache_unsupported", f"KV pool: {KIND} with {' and '.join(found)}; needs none of it")
@@ -128,13 +135,15 @@ def _layer(pool: Any, layer: int, number: int) -> Iterator[tuple[torch.Tensor, P
     page, rows = int(pool.page_size), pool.swa_kv_pool
     yield from _latents(rows, rows.kv_buffer[layer - pool._stage_start], "latent", number, WINDOW, page, 1)
     ratio, place, rows = pool.layer_mapping[layer]
-    if not ratio:
+    if layer not in pool.sources_by_ratio.get(ratio, ()):
         return
     yield from _latents(rows, rows.kv_buffer[place], "compressed_latent", number, ALL, page, ratio)
     if (index := pool.index_pools.get(ratio)) is not None:
-        keys = index.index_k_with_scale_buffer[place]
-        pieces = ("", INDEX_KEYS, 0), ("_scale", INDEX_SCALES, int(index.page_size) * INDEX_WIDTH)
-        yield from _pieces(keys, pieces, ROTATED_INDEX_KEY, int(index.page_size), number, ALL, page, ratio)
+        keys, size = index.index_k_with_scale_buffer[place], int(index.page_size)
+        codecs = scaled_rows("mxfp4", INDEX_WIDTH) if index.use_fp4_indexer else (INDEX_KEYS, INDEX_SCALES)
+        part = ROTATED_INDEX_KEY if ratio == 4 else INDEX_KEY  # `rotate_activation` of compressor_v2.py, not V4.1's
+        strides = codecs[0].row_bytes, size * codecs[0].row_bytes, codecs[1].row_bytes
+        yield from _pieces(keys, codecs, strides, part, size, number, ALL, page, ratio)
     for name, pools in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
         if (state := pools[layer]) is not None:
             yield _state(state, f"{RAW}{name}compressor", number, _state_groups(pool)[ratio])
@@ -143,15 +152,16 @@ def _layer(pool: Any, layer: int, number: int) -> Iterator[tuple[torch.Tensor, P
 def _latents(
     rows: Any, tensor: torch.Tensor, part: str, number: int, group: int, page: int, ratio: int
 ) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """Pages as `KVLayout.V4` has them: all rows' numbers, then all their scales."""
-    size = int(rows.page_size)
-    pieces = ("", V4_ROWS, 0), ("_scale", V4_SCALES, size * V4_ROWS.row_bytes)
-    yield from _pieces(tensor, pieces, part, size, number, group, page, ratio)
+    size, form = int(rows.page_size), rows.kv_layout
+    yield from _pieces(
+        tensor, FORMS[form.encoding.value], form.row_addressing(size), part, size, number, group, page, ratio
+    )
 
 
 def _pieces(
     tensor: torch.Tensor,
-    pieces: tuple[tuple[str, Codec, int], ...],
+    codecs: tuple[Codec, Codec],
+    strides: tuple[int, int, int],
     part: str,
     rows: int,
     number: int,
@@ -159,10 +169,14 @@ def _pieces(
     page: int,
     ratio: int,
 ) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """Of [pages, bytes]: a page has the first piece of all its `rows` rows, then the next, each from a byte on."""
-    for more, codec, at in pieces:
-        shape, strides = (len(tensor), 1, rows, codec.row_bytes), (tensor.stride(0), 0, codec.row_bytes, 1)
-        view = tensor.view(torch.uint8).as_strided(shape, strides, int(tensor.storage_offset()) + at)
+    """Of [pages, bytes], with so many `rows` a page: their numbers, and their scales.
+
+    `strides` are those of numbers, where scales begin, and those of scales.
+    """
+    row, begin, scale = strides
+    for codec, more, at, stride in zip(codecs, ("", "_scale"), (0, begin), (row, scale), strict=True):
+        shape, steps = (len(tensor), 1, rows, codec.row_bytes), (tensor.stride(0), 0, stride, 1)
+        view = tensor.view(torch.uint8).as_strided(shape, steps, int(tensor.storage_offset()) + at)
         name = f"layer {number} {part}{more}"
         yield (
             view,
@@ -173,7 +187,7 @@ def _pieces(
 
 
 def _state(state: Any, part: str, number: int, group: int) -> tuple[torch.Tensor, Plane]:
-    """Rows of kv and raw score. A block has one of them, or 128 of a request's."""
+    """Rows of kv and raw score. A block has one of them, or 2 or 128 of a request's."""
     tensor = state.kv_score_buffer.kv_score
     block = STATE_GROUPS[state.ratio].block_tokens
     view = tensor[: len(tensor) // block * block].unflatten(0, (-1, block)).unsqueeze(1)
@@ -187,8 +201,8 @@ def beside(
 ) -> tuple[Blocks, ...]:
     """What the next rows after `tokens` tokens will be made of, as blocks. `window` are those of the window.
 
-    `args` and `state_indices` are SGLang's; it names the block of 128 tokens only if its row is not whole. Raises
-    EngineError.
+    `args` and `state_indices` are SGLang's: of a row of 128 tokens that is not whole the block, of one of 2 the request.
+    Raises EngineError.
     """
     from sglang.srt.disaggregation.base.conn import StateType
 
@@ -198,16 +212,22 @@ def beside(
     if (number := groups.get(4)) is not None:
         first = first_kept("sliding", READ_AGAIN, tokens, 1)
         found.append(Blocks(number, first, tuple(_rows(pool, window[0], first, tokens))))
-    if (number := groups.get(128)) is not None and state_indices is not None and tokens % 128:
-        (block,) = state_indices[args.state_types.index(StateType.DSV4_REQUEST_STATE)]
-        found.append(Blocks(number, tokens // 128, (int(block),)))
+    for ratio in {2, 128} & groups.keys():
+        if state_indices is not None and tokens % ratio:
+            (block,) = state_indices[args.state_types.index(StateType.DSV4_REQUEST_STATE)]
+            if ratio == 2:
+                block = (block * (ring := _ring(pool, 2)) + tokens % ring) // 2
+            found.append(Blocks(groups[ratio], tokens // ratio, (int(block),)))
     return tuple(found)
+
+
+def _ring(pool: Any, ratio: int) -> int:
+    return next(int(each.ring_size) for each in pool.compress_state_pools if each is not None and each.ratio == ratio)
 
 
 def _rows(pool: Any, window: Blocks, first: int, end: int) -> Iterator[int]:
     """As `translate_from_swa_loc_to_state_loc` of SGLang's CompressStatePool: a page of the window has a ring."""
-    page = int(pool.page_size)
-    ring = next(int(each.ring_size) for each in pool.compress_state_pools if each is not None and each.ratio == 4)
+    page, ring = int(pool.page_size), _ring(pool, 4)
     for token in range(first, end):
         entry = token // page - window.first
         if not 0 <= entry < len(window.ids):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,19 +23,49 @@ from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
 
 RATIOS = [0, 4, 128, 4]
+# DeepSeek V4.1: rows of layers 1, 2 and 6 are read by those after them, too.
+SHARED: dict[str, Any] = {"ratios": [0, 1, 2, 1, 0, 2, 2], "kv_source_layers": [1, 2, 6]}
 PAGE, WIDTH, INDEX, ROPE = 256, 512, 128, 64
 BEFORE = 128  # how many tokens before the current one SGLang keeps; the kernels read one less
 REQUESTS, PAGES, WINDOW_PAGES = 3, 24, 8
 CHUNK = 300
 KERNELS_WINDOW = 128  # `SWA_WINDOW`, with the current token
+INDEX_PAGE = 64  # rows of V4.1's index keys
+# A latent's numbers and its scales, and whether the scales of a row are right behind its numbers: `KVLayout`.
+LATENTS = {
+    "v4": ((WIDTH - ROPE + 2 * ROPE, 8), False),
+    "v41": ((WIDTH, WIDTH // 32), False),
+    "v41_new": ((WIDTH, WIDTH // 32), True),
+    "v41_fp4": ((WIDTH // 2, WIDTH // 16), False),
+    "v41_fp4_new": ((WIDTH // 2, WIDTH // 16), True),
+}
 Cache = tuple[int, str]
 
 
-def pool_of(ratios: list[int], drafts: int = 0, pages: int = PAGES, **more: Any) -> Any:
+@dataclass(frozen=True)
+class Form:
+    """A cache's memory, [pages, bytes]: the rows of a page, and the bytes of a row's pieces, which have a part each."""
+
+    tensor: torch.Tensor
+    rows: int
+    widths: tuple[int, ...]
+    is_by_row: bool = False
+
+    def pieces(self, places: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], int]]:
+        """Where in the memory each piece of these rows is, and its bytes."""
+        at, stride = 0, sum(self.widths)
+        for width in self.widths:
+            step = stride if self.is_by_row else width
+            columns = at + (places % self.rows)[:, None] * step + torch.arange(width)
+            yield ((places // self.rows)[:, None], columns), width
+            at += width if self.is_by_row else self.rows * width
+
+
+def pool_of(ratios: list[int], drafts: int = 0, pages: int = PAGES, has_small_keys: bool = False, **more: Any) -> Any:
     """`drafts`: how many tokens a step of the engine guesses; its rings are longer then."""
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as module
 
-    rings = {ratio: module.get_compress_state_ring_size(ratio, drafts) for ratio in (4, 128)}
+    rings = {ratio: module.get_compress_state_ring_size(ratio, drafts) for ratio in (2, 4, 128)}
     own: dict[str, Any] = {"page_size": PAGE, "swa_page_size": PAGE, "dtype": torch.float8_e4m3fn, "device": "cpu"}
     own |= {"max_num_reqs": REQUESTS, "num_req_slots": REQUESTS + 1, "enable_memory_saver": False}
     windows = min(WINDOW_PAGES, pages)
@@ -45,10 +76,13 @@ def pool_of(ratios: list[int], drafts: int = 0, pages: int = PAGES, **more: Any)
     own |= {"layer_num": len(ratios), "compression_ratios": ratios, "full_size": pages * PAGE}
 
     class DeepSeekV4TokenToKVPool(module.DeepSeekV4TokenToKVPool):
-        """SGLang asks the server's options, which are one process's, how long its rings are."""
+        """SGLang asks the server's options, which are one process's, of rings' lengths and index keys in MXFP4."""
 
         def get_ring_size(self, compress_ratio: int) -> int:
             return rings[compress_ratio]
+
+        def _make_indexer_pool(self, *args: Any, **said: Any) -> Any:
+            return super()._make_indexer_pool(*args, **{"force_fp4": has_small_keys} | said)
 
     return DeepSeekV4TokenToKVPool(**own | more)
 
@@ -78,7 +112,8 @@ class Engine:
         self.is_decoder, self.shard, self.drafts = is_decoder, shard or Shard(), drafts
         self.pool, self.gets_drafts = pool_of(ratios, drafts, pages, **more), gets_drafts
         self.places = ReqToTokenPool(REQUESTS, pages * PAGE, "cpu", False)
-        self.drafter = pool_of([0], drafts, pages) if has_drafter else None
+        form = {"kv_layout": more["kv_layout"]} if "kv_layout" in more else {}
+        self.drafter = pool_of([0], drafts, pages, **form) if has_drafter else None
         sizes = (pages * PAGE, self.pool.swa_size, PAGE, self.pool.dtype, "cpu", self.pool)
         self.allocator = SWATokenToKVPoolAllocator(*sizes, need_sort=False, req_to_token_pool=self.places)
         if self.drafter is not None:
@@ -113,31 +148,38 @@ class Engine:
 
     def tensors(self) -> list[torch.Tensor]:
         """All memory, as bytes."""
-        return [tensor.view(torch.uint8) for tensor in {id(t): t for t, *_ in self.forms().values()}.values()]
+        return [
+            tensor.view(torch.uint8)
+            for tensor in {id(form.tensor): form.tensor for form in self.forms().values()}.values()
+        ]
 
-    def forms(self) -> dict[Cache, tuple[torch.Tensor, int, tuple[int, ...]]]:
-        """Each cache: [pages, bytes], the rows of a page, and the bytes of a row's pieces, which have a part each."""
-        found: dict[Cache, tuple[torch.Tensor, int, tuple[int, ...]]] = {}
-        latent, key = (WIDTH - ROPE + 2 * ROPE, 8), (INDEX, 4)
+    def forms(self) -> dict[Cache, Form]:
+        found: dict[Cache, Form] = {}
+        form = str(self.pool.kv_layout.value)
         layers = [layer for layer, held in enumerate(self.pool.layer_mapping) if held is not None]
         for layer, window in zip(layers, self.pool.swa_kv_pool.kv_buffer, strict=True):
             ratio, place, rows = self.pool.layer_mapping[layer]
-            found[layer, "window"] = window, PAGE, latent
-            if not ratio:
+            found[layer, "window"] = Form(window, PAGE, *LATENTS[form])
+            if not ratio or ratio < 4 and layer not in SHARED["kv_source_layers"]:
                 continue
-            found[layer, f"rows of {ratio}"] = rows.kv_buffer[place], PAGE // ratio, latent
-            if ratio == 4:
+            packed = LATENTS[str(rows.kv_layout.value)]
+            found[layer, f"rows of {ratio}"] = Form(rows.kv_buffer[place], PAGE // ratio, *packed)
+            if ratio != 128:
                 keys = self.pool.get_index_k_with_scale_buffer(layer)
-                found[layer, "keys of 4"] = keys, PAGE // 4, key
+                is_small = ratio < 4 or self.pool.index_pools[4].use_fp4_indexer
+                own = (64, 4) if is_small else (INDEX, 4)
+                found[layer, f"keys of {ratio}"] = Form(keys, PAGE // 4 if ratio == 4 else INDEX_PAGE, own)
             for name, pools in (
                 ("", self.pool.compress_state_pools),
                 ("index ", self.pool.indexer_compress_state_pools),
             ):
                 if pools[layer] is not None:
                     state = pools[layer].kv_score_buffer.kv_score
-                    found[layer, f"{name}state of {ratio}"] = state, 1, (state.shape[1] * state.element_size(),)
+                    own = (state.shape[1] * state.element_size(),)
+                    found[layer, f"{name}state of {ratio}"] = Form(state, 1, own)
         if self.drafter is not None:
-            found[len(self.pool.layer_mapping), "window"] = self.drafter.swa_kv_pool.kv_buffer[0], PAGE, latent
+            window = self.drafter.swa_kv_pool.kv_buffer[0]
+            found[len(self.pool.layer_mapping), "window"] = Form(window, PAGE, *LATENTS[form])
         return found
 
     @property
@@ -186,7 +228,7 @@ class Request:
         if name.startswith(("rows", "keys")):
             ratio = int(name.rpartition(" ")[2])
             return tokens[index * ratio + ratio - 1] // ratio
-        if name == "state of 128":
+        if name in ("state of 2", "state of 128"):
             state = pool.get_attention_compress_states(layer)
             return state.translate_from_req_position_to_state_loc(torch.tensor(self.kv.req_pool_idx), index)
         slots = pool.translate_loc_from_full_to_swa(tokens[index])
@@ -198,13 +240,11 @@ class Request:
 
     def pieces(self, cache: Cache, numbers: np.ndarray) -> Iterator[tuple[torch.Tensor, Any, np.ndarray]]:
         """Each piece of these rows: its tensor, where in it, and the bytes that must be there."""
-        tensor, rows, widths = self.engine.forms()[cache]
-        memory, places = tensor.view(torch.uint8).flatten(1), self.places(cache, numbers)
-        value, at, done = self.value(cache, numbers, sum(widths)), 0, 0
-        for width in widths:
-            columns = at + (places % rows)[:, None] * width + torch.arange(width)
-            yield memory, ((places // rows)[:, None], columns), value[:, done : done + width]
-            at, done = at + rows * width, done + width
+        form = self.engine.forms()[cache]
+        value, done = self.value(cache, numbers, sum(form.widths)), 0
+        for where, width in form.pieces(self.places(cache, numbers)):
+            yield form.tensor.view(torch.uint8).flatten(1), where, value[:, done : done + width]
+            done += width
 
     def value(self, cache: Cache, numbers: np.ndarray, width: int) -> np.ndarray:
         if cache[0] == len(self.engine.pool.layer_mapping) and not self.engine.gets_drafts:
@@ -233,7 +273,7 @@ class Request:
             ratio = int(name.rpartition(" ")[2]) if (name := cache[1]) != "window" else 1
             if "state" in name:
                 read, written = self._state(ratio, first, end)
-            elif ratio > 1:
+            elif name != "window":
                 read, written = np.arange(0, first // ratio), np.arange(first // ratio, end // ratio)
             else:
                 read, written = np.arange(max(0, first + 1 - KERNELS_WINDOW), first), np.arange(first, end)
@@ -242,6 +282,8 @@ class Request:
 
     def _state(self, ratio: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens whose kv and scores are read, and those whose are written: `plan_compress_prefill_kernel0`."""
+        if ratio == 2:  # `Two positions are one pair`: the first one waits for the second
+            return np.arange(first - first % 2, first), np.arange(end - end % 2, end)
         group = 2 * ratio if ratio == 4 else ratio
         boundary = (first // ratio + 1) * ratio
         read = np.arange(max(0, boundary - group), first) if boundary <= end else np.arange(0)
@@ -289,9 +331,9 @@ class Request:
         first = max(prefix, tokens - BEFORE) // PAGE * PAGE
         slots = self.engine.places.req_to_token[self.kv.req_pool_idx, first:tokens]
         pages = kv_to_page_indices(self.engine.allocator.translate_swa_indices_for_transfer(slots), PAGE)
-        row = self.engine.pool.request_state_transfer_indices if 128 in self.engine.pool.kv_pools else None
         of = {StateType.SWA: pages}
-        if row is not None:
+        if StateType.DSV4_REQUEST_STATE in self.engine.args.state_types:
+            row = self.engine.pool.request_state_transfer_indices
             of[StateType.DSV4_REQUEST_STATE] = row(self.kv.req_pool_idx, tokens)
         return [of[kind] for kind in self.engine.args.state_types]
 
@@ -329,16 +371,17 @@ class Request:
         self.tokens = tokens
         was = {now.data_ptr(): each for now, each in zip(self.engine.tensors(), before, strict=True)}
         last = self.engine.places.req_to_token[self.kv.req_pool_idx, tokens - 1].item() // PAGE
-        for cache, (tensor, *_) in self.engine.forms().items():
-            name = cache[1]
+        for cache, form in self.engine.forms().items():
+            name, tensor = cache[1], form.tensor
             ratio = int(name.rpartition(" ")[2]) if name != "window" else 1
             if name == "window":
                 numbers = np.arange(max(0, tokens + 1 - KERNELS_WINDOW), tokens)
             elif "state" in name:
-                numbers = np.arange(max(0, tokens - 7) if ratio == 4 else tokens // 128 * 128, tokens)
+                numbers = np.arange(max(0, tokens - 7) if ratio == 4 else tokens // ratio * ratio, tokens)
             else:
                 numbers = np.arange(prefix // ratio, tokens // ratio)
-                was[tensor.data_ptr()][last] = tensor.view(torch.uint8)[last]
+                pages = slice(last * (many := PAGE // ratio // form.rows), (last + 1) * many)
+                was[tensor.data_ptr()][pages] = tensor.view(torch.uint8)[pages]
             needed = max(0, tokens // 4 * 4 - 4) if "state of 4" in name else 0  # the other rows may hold anything
             self.compare(cache, numbers[numbers >= needed])
             for memory, where, _ in self.pieces(cache, numbers):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.pool import Pool, Shard
+from msgspec.structs import replace
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
@@ -27,10 +28,11 @@ from kvbridge.adapters.sglang.compressed import beside
 from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.adapters.sglang.windows import offered, wanted
 from kvbridge.errors import OperatorError
+from kvbridge.geometry.compat import Incompatible, verdict
 from testing.agents import agent
 from testing.pools import Held
 from testing.refusals import refused
-from tests.integration.adapters.sglang_v4 import CHUNK, PAGE, RATIOS, Engine, Request
+from tests.integration.adapters.sglang_v4 import CHUNK, PAGE, RATIOS, SHARED, Engine, Request
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_life import ADDRESS, FAILED, SUCCESS, WAITING, asked, manager, one_rank  # noqa: F401
 from tests.integration.adapters.test_sglang_pool import on_a_cpu  # noqa: F401  # a fixture
@@ -39,6 +41,15 @@ from tests.integration.adapters.test_sglang_windows import carry
 pytestmark = pytest.mark.sglang
 
 ANSWER_S = 60.0
+SMALL = {"kv_layout": "v41", "compressed_kv_layout": "fp4", "has_small_keys": True}
+# Of each, options of the prefill and the decode side: `SGLANG_DSV4_KV_LAYOUT` and models.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "v4": ({}, {}),
+    "v41": ({"kv_layout": "v41"}, {"kv_layout": "v41_new"}),
+    "four bits": (SMALL, SMALL | {"kv_layout": "v41_new"}),
+    "V4.1": (SHARED | {"kv_layout": "v41_new"}, SHARED | {"kv_layout": "v41"}),
+    "V4.1 on Hopper": (SHARED, SHARED),
+}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 258, 260, 300, 384, 512, 513, 700, 4000)
 
 
@@ -88,6 +99,41 @@ def test_every_length_comes_and_goes_on(ours: int, theirs: int, lengths: Sequenc
         request = crossed(prefill, decode, tokens, seed)
         request.decode(150 if tokens in (3, 257, 258, 300) else 9)
         decode.free(request)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "lengths"),
+    [(0, 0, (1, 2, 3, 128, 129, 255, 256, 257, 300, 701)), (4, 0, (3, 257, 300)), (0, 4, (3, 257, 300))],
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "v4"])
+def test_rows_come_in_other_forms_and_of_other_models(
+    kind: str, ours: int, theirs: int, lengths: Sequence[int]
+) -> None:
+    given, taken = KINDS[kind]
+    prefill, decode = Engine(drafts=ours, **given), Engine(is_decoder=True, drafts=theirs, **taken)
+    for seed, tokens in enumerate(lengths):
+        request = crossed(prefill, decode, tokens, seed)
+        request.decode(9)
+        decode.free(request)
+    crossed(prefill, decode, 1101, seed=50, prefix=768).decode(130)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [({}, {"kv_layout": "v41"}), ({"kv_layout": "v41"}, SMALL), ({"has_small_keys": True}, {})],
+)
+def test_forms_with_other_rows_do_not_fit(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for given, taken in ((ours, theirs), (theirs, ours)):
+        found = verdict(Engine(**given).memory.pool, Engine(is_decoder=True, **taken).memory.pool)
+        assert isinstance(found, Incompatible) and "codec: " in str(found.reasons), found
+
+
+def test_index_keys_in_mxfp4_are_not_turned_on_the_way() -> None:
+    """SGLang turns those of V4 (`rotated_index_key`), vLLM does not."""
+    pool = Engine(has_small_keys=True).memory.pool
+    planes = tuple(replace(plane, part=plane.part.removeprefix("rotated_")) for plane in pool.planes)
+    found = verdict(pool, replace(pool, planes=planes))
+    assert isinstance(found, Incompatible), found
 
 
 @pytest.mark.parametrize("tokens", [385, 1100])
@@ -237,11 +283,20 @@ def scheduler_of(of: Any) -> Any:
 
 
 @contextlib.contextmanager
-def pair(folder: Path, ours: int = 1, theirs: int = 1, drafts: tuple[int, int] = (0, 0)) -> Iterator[Pair]:
+def pair(
+    folder: Path, ours: int = 1, theirs: int = 1, drafts: tuple[int, int] = (0, 0), kinds: Any = ({}, {})
+) -> Iterator[Pair]:
     """A side that drafts does so with a model of its own, and gets zeros where the other has none."""
     sides = [
         [
-            Engine(side == 1, drafts[side], RATIOS, Shard(tp_rank=rank, tp_size=size), bool(drafts[side]), all(drafts))
+            Engine(
+                side == 1,
+                drafts[side],
+                shard=Shard(tp_rank=rank, tp_size=size),
+                has_drafter=bool(drafts[side]),
+                gets_drafts=all(drafts),
+                **kinds[side],
+            )
             for rank in range(size)
         ]
         for side, size in enumerate((ours, theirs))
@@ -253,18 +308,19 @@ def pair(folder: Path, ours: int = 1, theirs: int = 1, drafts: tuple[int, int] =
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("ours", "theirs", "drafts", "lengths"),
+    ("ours", "theirs", "drafts", "lengths", "kind"),
     [
-        (1, 1, (0, 0), (1, 3, 4, 127, 128, 129, 256, 257, 300, 700)),
-        (2, 1, (0, 4), (5, 300)),
-        (1, 2, (4, 0), (9, 385)),
-        (1, 1, (3, 4), (258,)),
+        (1, 1, (0, 0), (1, 3, 4, 127, 128, 129, 256, 257, 300, 700), "v4"),
+        (2, 1, (0, 4), (5, 300), "v4"),
+        (1, 2, (4, 0), (9, 385), "v4"),
+        (1, 1, (3, 4), (258,), "v41"),
+        *((ours, theirs, (0, 0), (1, 257, 385), kind) for ours, theirs, kind in ((2, 1, "four bits"), (1, 2, "V4.1"))),
     ],
 )
 def test_agents_carry_what_sglang_sends_in_chunks(
-    tmp_path: Path, ours: int, theirs: int, drafts: tuple[int, int], lengths: Sequence[int]
+    tmp_path: Path, ours: int, theirs: int, drafts: tuple[int, int], lengths: Sequence[int], kind: str
 ) -> None:
-    with pair(tmp_path, ours, theirs, drafts) as both:
+    with pair(tmp_path, ours, theirs, drafts, KINDS[kind]) as both:
         for prompt, tokens in enumerate(lengths):
             crossing = both.begin(prompt, tokens)
             crossing.prefill(tokens)
@@ -305,7 +361,7 @@ def described(pool: Pool) -> dict[int, dict[str, tuple[Any, ...]]]:
 
 def test_each_part_is_described() -> None:
     engine = Engine(is_decoder=True)
-    pool, rows = engine.memory.pool, {name: len(tensor) for (_, name), (tensor, *_) in engine.forms().items()}
+    pool, rows = engine.memory.pool, {name: len(form.tensor) for (_, name), form in engine.forms().items()}
     window = {"latent": ("fp8_ds_v4", 576, 1, 1), "latent_scale": ("opaque", 8, 1, 1)}
     of = {ratio: {f"compressed_{part}": (*row[:2], ratio, 0) for part, row in window.items()} for ratio in (4, 128)}
     keys = {"rotated_index_key": ("fp8_row_scale", 128, 4, 0), "rotated_index_key_scale": ("pow2_fp32", 4, 4, 0)}
@@ -346,12 +402,12 @@ def test_states_in_bf16_become_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, states = np.arange(256, 300), other.preallocate(300)
     request.prefill(300)
     for layer, name in ((1, "state of 4"), (1, "index state of 4"), (2, "state of 128")):
-        rows = prefill.forms()[layer, name][0]
+        rows = prefill.forms()[layer, name].tensor
         rows[request.places((layer, name), numbers)] = torch.randn(44, rows.shape[1]).to(torch.bfloat16)
     carry(held(prefill.memory), given(request), 300, held(decode.memory), taken(other, 300, 0, states), 0, 300)
     for layer, name, first in ((1, "state of 4", 293), (1, "index state of 4", 293), (2, "state of 128", 256)):
         ours, theirs = (
-            each.engine.forms()[layer, name][0][each.places((layer, name), np.arange(first, 300))]
+            each.engine.forms()[layer, name].tensor[each.places((layer, name), np.arange(first, 300))]
             for each in (request, other)
         )
         assert torch.equal(ours.float(), theirs)
@@ -360,20 +416,23 @@ def test_states_in_bf16_become_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda pool: pool.compression_ratios.append(2), "windows that are computed again"),
+        (lambda pool: pool.compression_ratios.append(8), r"of \[8\]: .+ a row stands for several tokens"),
         (
             lambda pool: setattr(pool, "swa_req_ring_size", 128),
             "a ring of the window's rows .+; needs none",
         ),
         (lambda pool: setattr(pool, "swa_kv_pool", None), "a ring of the window's rows for each request"),
         (lambda pool: setattr(pool, "uniform_fp8", True), "rows of 512 fp8 numbers .--dsv4-attn-backend trtllm"),
-        (lambda pool: setattr(pool, "kv_layout", type(pool.kv_layout).V41), "in the form v41 .SGLANG_DSV4_KV_LAYOUT"),
+        (
+            lambda pool: setattr(pool, "kv_layout", type(pool.kv_layout).UNIFORM_FP8),
+            "in the form uniform_fp8 .SGLANG_D",
+        ),
         (lambda pool: delattr(pool, "kv_layout"), "in the form unknown"),
         (
             lambda pool: setattr(pool.compress_state_pools[2], "online", True),
             "sums in place of rows .SGLANG_OPT_",
         ),
-        (lambda pool: setattr(pool.c4_indexer_kv_pool, "use_fp4_indexer", True), "index keys in MXFP4"),
+        (lambda pool: setattr(pool.c4_indexer_kv_pool, "uses_aiter_fp4_layout", True), "index keys in AITER's order"),
         (lambda pool: setattr(pool, "full_to_swa_index_mapping", None), "whose window is not in pages"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Gated DeltaNet of real SGLang servers on a CPU, and their states as SGLang's own layers see them.
+"""Gated DeltaNet and LFM2 of real SGLang servers on a CPU, and their states as SGLang's own layers see them.
 
-SGLang's kernels for it are Triton's, which its interpreter does not run (3.9), so plain torch computes the same here.
+SGLang's kernels for them are Triton's, which its interpreter does not run (3.9), so plain torch computes the same here.
 The pools, the scheduler and all that decides which state is in which slot are SGLang's own.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from demo.sglang_cpu import stand_in
-from tests.system.engines.states import GATED, write_hybrid
+from tests.system.engines.states import SHORT_CONV, GATED, write_hybrid
 
 MODEL = {name: value for name, value in GATED.items() if name != "mlp_only_layers"}  # SGLang's have experts everywhere
 VARIABLE = "KVBRIDGE_TEST_STATES"
@@ -31,6 +31,11 @@ def write(folder: Path, more: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """`more` are other fields of its config."""
     stand_in()  # transformers imports torchvision
     return write_hybrid(folder, MODEL | dict(more))
+
+
+def write_convolutions(folder: Path) -> Path:
+    stand_in()
+    return write_hybrid(folder, SHORT_CONV)
 
 
 def register_for_gpus() -> None:
@@ -68,12 +73,13 @@ def register() -> None:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
     from sglang.srt.layers.attention.linear import gdn_backend
-    from sglang.srt.models import qwen3_next
+    from sglang.srt.models import lfm2, qwen3_next
 
     kernel = gdn_backend.TritonGDNKernel
     kernel.supports_packed_decode, kernel.extend, kernel.decode = False, _extend, _decode
     kernel.target_verify, hybrid.scatter_mamba_states_after_mtp_verify = _verify, _accept
-    gdn_backend.causal_conv1d_fn, gdn_backend.causal_conv1d_update = _convolve, _convolve_one
+    for models in (gdn_backend, lfm2):
+        models.causal_conv1d_fn, models.causal_conv1d_update = _convolve, _convolve_one
     gdn_backend.fused_gdn_gating = _gates
     torch.cuda.synchronize = lambda device=None: None  # the module that drafts calls it
     qwen3_next.fused_qkvzba_split_reshape_cat = _split
@@ -90,6 +96,7 @@ def _convolve(
     query_start_loc: Any,
     cache_indices: Any,
     has_initial_state: Any,
+    activation: str | None,
     **_: Any,
 ) -> Any:
     """`x` is [channels, tokens of all requests]. A slot keeps the last inputs, oldest first."""
@@ -102,11 +109,18 @@ def _convolve(
         seen = torch.cat([before, x[:, first:end]], 1)
         parts.append(torch.nn.functional.conv1d(seen[None], weight[:, None], bias, groups=len(seen))[0])
         conv_states[slot] = seen[:, seen.shape[1] - before.shape[1] :].to(conv_states.dtype)
-    return torch.nn.functional.silu(torch.cat(parts, 1))
+    return _activated(torch.cat(parts, 1), activation)
+
+
+def _activated(x: Any, activation: str | None) -> Any:
+    import torch
+
+    assert activation in ("silu", None)
+    return torch.nn.functional.silu(x) if activation else x
 
 
 def _convolve_one(
-    x: Any, conv_state: Any, weight: Any, bias: Any, _: Any, conv_state_indices: Any, **verified: Any
+    x: Any, conv_state: Any, weight: Any, bias: Any, activation: str | None, conv_state_indices: Any, **verified: Any
 ) -> Any:
     """`x` is [requests, channels]; of tokens to verify [requests, channels, tokens], with a window kept after each."""
     import torch
@@ -118,11 +132,12 @@ def _convolve_one(
         window = conv_state.shape[2]
         for token in range(x.shape[2]):
             kept[rows, token] = seen[:, :, token + 1 : token + 1 + window].to(kept.dtype)
-        return torch.nn.functional.silu(torch.nn.functional.conv1d(seen, weight[:, None], bias, groups=seen.shape[1]))
+        out = torch.nn.functional.conv1d(seen, weight[:, None], bias, groups=seen.shape[1])
+        return _activated(out, activation)
     seen = torch.cat([conv_state[slots].to(x.dtype), x[:, :, None]], 2)
     conv_state[slots] = seen[:, :, 1:].to(conv_state.dtype)
     out = (seen * weight).sum(-1)
-    return torch.nn.functional.silu(out if bias is None else out + bias)
+    return _activated(out if bias is None else out + bias, activation)
 
 
 def _gates(a_log: Any, a: Any, b: Any, dt_bias: Any) -> tuple[Any, Any]:
@@ -226,11 +241,14 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     slot = int(places.req_index_to_mamba_index_mapping[req.kv.req_pool_idx])
     modules = scheduler.tp_worker.model_runner.model.modules()
     found: dict[str, Any] = {}
-    for layer in (each for each in modules if type(each).__name__ == "RadixLinearAttention"):
-        cache = places.mamba2_layer_cache(layer.layer_id)
-        pieces = cache.conv[0][slot].split([layer.q_dim, layer.k_dim, layer.v_dim])
-        parts = {f"conv {place}": piece for place, piece in enumerate(pieces)} | {"state": cache.temporal[slot]}
-        found |= {f"{layer.layer_id}.{part}": _bytes(each) for part, each in parts.items()}
+    for layer in modules:
+        if type(layer).__name__ == "RadixLinearAttention":
+            cache = places.mamba2_layer_cache(layer.layer_id)
+            pieces = cache.conv[0][slot].split([layer.q_dim, layer.k_dim, layer.v_dim])
+            parts = {f"conv {place}": piece for place, piece in enumerate(pieces)} | {"state": cache.temporal[slot]}
+            found |= {f"{layer.layer_id}.{part}": _bytes(each) for part, each in parts.items()}
+        elif type(layer).__name__ == "Lfm2ShortConv":
+            found[f"{layer.layer_idx}.conv x"] = _bytes(places.mamba2_layer_cache(layer.layer_idx).conv[0][slot])
     path = folder / f"{side}-states-{req.bootstrap_room}-{get_parallel().attn_tp_rank}.npz"
     with path.with_suffix(".part").open("wb") as file:
         np.savez(file, **found)

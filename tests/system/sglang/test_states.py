@@ -1,4 +1,6 @@
-"""Real SGLang servers of a model with Gated DeltaNet beside attention: states and rows, and what is said from them.
+"""Real SGLang servers of models with states beside attention: states and rows, and what is said from them.
+
+Of Gated DeltaNet, and of short convolutions alone (LFM2).
 
 SGLang's prefix cache of states takes pages of one token on a CPU, and no other.
 """
@@ -18,7 +20,7 @@ from tests.system.sglang.fleet import Answer, Fleet, assert_idle, prompt
 from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import assert_carried
 from tests.system.sglang.server import ServerConfig
-from tests.system.sglang.states import ENVIRONMENT, write
+from tests.system.sglang.states import ENVIRONMENT, write, write_convolutions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -40,11 +42,14 @@ SERVERS = {
 LENGTHS = [1, 2, CONV_ROWS, CONV_ROWS + 1, CONV_ROWS + 2, 15, 16, 17, 63, 64, 65, 257, 300, 600]
 
 states = kept(Fleet, write=write, others=SERVERS, start=("p16", "d64", "alone"))
+convolutions = kept(Fleet, write=write_convolutions, others=SERVERS, start=("p16", "d64", "alone"))
 
 
 @dataclass(frozen=True)
 class StatePair(Pair):
-    """`crossed` compares rows, states and tokens."""
+    """`crossed` compares rows, states and tokens. A slot has so many `parts`."""
+
+    parts: int = 3 * 4
 
     def crossed(self, tokens: list[int]) -> Answer:
         ((room, answer),) = self.fleet.ask(self.sender, self.receiver, [tokens])
@@ -55,7 +60,7 @@ class StatePair(Pair):
     def check(self, room: int) -> None:
         assert_carried(*self.fleet.rows(self.sender, self.receiver, room))
         ours, theirs = self.of("prefill", self.sender, room), self.of("decode", self.receiver, room)
-        assert ours.keys() == theirs.keys() and len(ours) == 3 * 4
+        assert ours.keys() == theirs.keys() and len(ours) == self.parts
         for key, each in ours.items():
             assert each.any(), f"{key}: zeros"
             assert np.array_equal(each, theirs[key]), key
@@ -115,3 +120,11 @@ def test_prefixes_that_either_side_has(states: Fleet) -> None:
         ((_, answer),) = states.ask(pair.sender, pair.receiver, [tokens])
         states.assert_same_as_alone(tokens, answer)
     assert_idle(states, pair.sender, pair.receiver)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("p16", "d64"), ("p32-two", "d64"), ("p16", "d16-two")])
+def test_a_convolution_alone_comes_to_other_pages_and_ranks(convolutions: Fleet, sender: str, receiver: str) -> None:
+    of = StatePair(convolutions, sender, receiver, parts=3)
+    for length in (1, 2, 3, 4, 16, 65, 300):
+        of.crossed(prompt(length, seed=6000 + length + 7 * len(sender + receiver)))
+    assert_idle(convolutions, sender, receiver)
