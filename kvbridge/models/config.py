@@ -271,15 +271,20 @@ def _latent(text: Text, family: Family) -> list[Layer | None]:
 
 
 def _compressed(text: Text, family: Family) -> list[Layer | None]:
-    """DeepSeek V4: a window in each layer, beside most of them rows of 4 or 128 tokens."""
+    """DeepSeek V4 and V4.1: a window in each layer, beside most of them rows of several tokens."""
     widths = {"key_width": int(text["head_dim"]), "value_width": 0, "rope_width": int(text["qk_rope_head_dim"])}
     return [Layer(kind="mla", kv_heads=1, window=_window(text), **widths)] * _depth(text)
 
 
 def _ratios(text: Text, layers: int) -> tuple[int, ...]:
-    """A draft's layers have a window only. Raises ValueError for rows of which we do not know what is beside them."""
-    own = [int(ratio) if int(ratio) > 1 else 0 for ratio in text["compress_ratios"]][: _depth(text)]
-    if set(own) - {0, 4, 128} or len(own) != _depth(text):
+    """A draft's layers have a window only. Of V4.1, layers that are no source of rows read those of one before them.
+
+    Raises ValueError for rows of which we do not know what is beside them.
+    """
+    sources = text.get("kv_source_layer_ids") or ()
+    said = [int(ratio) for ratio in text["compress_ratios"]][: _depth(text)]
+    own = [0 if ratio in (1, 2) and layer not in sources else ratio for layer, ratio in enumerate(said)]
+    if set(said) - {0, 1, 4, 128, *([2] if sources else [])} or len(own) != _depth(text):
         raise ValueError(f"compress_ratios: {text['compress_ratios']}, known are 0, 1, 4 and 128 for each layer")
     return (*own, *[0] * (layers - len(own)))
 
@@ -382,8 +387,7 @@ FAMILIES: dict[str, Family] = {
         ("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text", "minimax_m3_vl"),
         Family(_minimax, index=_index_of_blocks),
     ),
-    "deepseek_v4": Family(_compressed),
-    "deepseek_v41": Family(_unread, ("compressed", "bounded")),
+    **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_compressed)),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("compressed", "state", "ring"))),
     "qwen3_next": Family(_beside_states, state=_gated_delta, drafts=1),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),

@@ -137,12 +137,10 @@ def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool)
 
 def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
     """What engines refuse of DeepSeek V4, `_check` in adapters/vllm/layers.py and `check` in sglang/compressed.py."""
-    forms = {
-        "--dsv4-attn-backend trtllm": command.v4_backend == "trtllm",
-        "--enable-deepseek-v4-fp4-indexer": command.has_small_index_keys,
-    }
-    if found := [option for option, is_given in forms.items() if is_given]:
-        yield OperatorError("cache_unsupported", f"{model.family}: {' and '.join(found)}; needs none of it")
+    if command.engine == "vllm" and not {1, 2}.isdisjoint(model.ratios):
+        yield refusal("layer_unsupported", "vllm", "bounded", model.family)
+    if command.v4_backend == "trtllm":
+        yield OperatorError("cache_unsupported", f"{model.family}: --dsv4-attn-backend trtllm; needs another")
     if command.cp > 1:
         reason = f"{model.family}: rows of several tokens, decode_context_parallel_size {command.cp}; needs 1"
         yield OperatorError("context_parallel_unsupported", reason)
@@ -308,13 +306,15 @@ def _compressed_rows(
         return
     for more, codec in rows:
         yield (f"compressed_latent{more}", codec), whole, ratio
-    raw, index_key = (RAW, ROTATED_INDEX_KEY) if is_sglang else ("", INDEX_KEY)
-    states = [(f"{raw}compressor", width)]
-    if ratio == 4:
-        is_small = command.index_dtype == "mxfp4"
+    raw = RAW if is_sglang else ""
+    index_key = ROTATED_INDEX_KEY if is_sglang and ratio == 4 else INDEX_KEY
+    states = [(f"{raw}compressor", width)] if ratio > 1 else []
+    if ratio != 128:
+        is_small = ratio < 4 or command.index_dtype == "mxfp4" or command.has_small_index_keys
         index = scaled_rows("mxfp4", INDEX_WIDTH) if is_small else (INDEX_KEYS, INDEX_SCALES)
         for more, codec in zip(("", "_scale"), index, strict=True):
             yield (f"{index_key}{more}", codec), whole, ratio
+    if ratio == 4:
         states.append((f"{raw}index_compressor", INDEX_WIDTH))
     for part, each in states:
         numbers = 2 * each * (2 if ratio == 4 else 1)

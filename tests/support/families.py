@@ -109,6 +109,10 @@ MAMBA2: dict[str, Any] = {
 DEEPSEEK_V4 = config("deepseek_v4", 43, 64, 1, 512, qk_rope_head_dim=64, sliding_window=128) | {
     **{"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_nextn_predict_layers": 1}
 }
+V41 = {
+    **{"model_type": "deepseek_v41", "compress_ratios": [0, 0, *[2] * 20, *[1] * 20, 0]},
+    "kv_source_layer_ids": [2, 7, 12, 17, 22, 27, 32, 37],
+}
 GEMMA4 = config("gemma4_text", 30, 16, 8, 256, layer_types=windows(30, 6), sliding_window=1024) | {
     **{"num_global_key_value_heads": 2, "global_head_dim": 512, "attention_k_eq_v": True}
 }
@@ -266,8 +270,8 @@ FAMILIES = (
     Family(
         "compressed latents with windows that are computed again",
         "DeepSeek V4.1",
-        DEEPSEEK_V4 | {"model_type": "deepseek_v41"},
-        "latents of several tokens, windows, rings, index keys",
+        DEEPSEEK_V4 | V41,
+        "latents of 1 and 2 tokens that layers share, windows, rings, index keys",
         "DeepSeekV4TokenToKVPool",
     ),
     Family(

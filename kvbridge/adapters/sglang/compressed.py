@@ -201,8 +201,8 @@ def beside(
 ) -> tuple[Blocks, ...]:
     """What the next rows after `tokens` tokens will be made of, as blocks. `window` are those of the window.
 
-    `args` and `state_indices` are SGLang's: of a row of 128 tokens that is not whole the block, of one of 2 the request.
-    Raises EngineError.
+    `args` and `state_indices` are SGLang's. These name the block of a row of 128 tokens that is not whole, or the
+    request of a row of 2. Raises EngineError.
     """
     from sglang.srt.disaggregation.base.conn import StateType
 

@@ -1,10 +1,10 @@
 """Recurrent states in SGLang: where each part of a state lies, and which slot an offer or a want names.
 
 A `HybridLinearKVPool` has the rows of attention. Beside it a `MambaPool` has one slot for each request's state: the
-last rows of the short convolution's input, and the state proper, or one of these alone. On the prefill side nothing writes a request's slot
-between its last chunk and its sender's end: SGLang's prefix cache gets a copy, and the slot goes to the cache, or is
-free, only after that. So the slot is offered as it is, and held. What comes to the decode side fills the whole slot:
-SGLang does not clear it.
+last rows of the short convolution's input, and the state proper, or one of these alone. On the prefill side nothing
+writes a request's slot between its last chunk and its sender's end: SGLang's prefix cache gets a copy, and the slot
+goes to the cache, or is free, only after that. So the slot is offered as it is, and held. What comes to the decode side
+fills the whole slot: SGLang does not clear it.
 
 Drafts change none of this. A slot has the state after the last token that was accepted, and is as large as without
 drafts; states after each drafted token are in memory of their own, by step. The draft model's pool is of the same class

@@ -160,7 +160,7 @@ class Engine:
         for layer, window in zip(layers, self.pool.swa_kv_pool.kv_buffer, strict=True):
             ratio, place, rows = self.pool.layer_mapping[layer]
             found[layer, "window"] = Form(window, PAGE, *LATENTS[form])
-            if not ratio or ratio < 4 and layer not in SHARED["kv_source_layers"]:
+            if not ratio or (ratio < 4 and layer not in self.pool.kv_source_layers):
                 continue
             packed = LATENTS[str(rows.kv_layout.value)]
             found[layer, f"rows of {ratio}"] = Form(rows.kv_buffer[place], PAGE // ratio, *packed)

@@ -92,9 +92,9 @@ def queue_for(family: Family, tp: int) -> Any:
 
 
 def compressed(ratios: tuple[int, ...]) -> Any:
-    """Every rank has all of it, and the draft's layer. Of V4.1 SGLang's configuration has rows of 2 tokens."""
-    queue = Engine(ratios=[*ratios] or [0], has_drafter=True, pages=2).queue
-    queue.token_to_kv_pool.compression_ratios = [*ratios] or [0, 2]
+    """Every rank has all of it, and the draft's layer, which V4.1 has of its own kind only (DSPARK)."""
+    sources = [layer for layer, ratio in enumerate(ratios) if ratio in (1, 2)]
+    queue = Engine(ratios=[*ratios], has_drafter=not sources, pages=2, kv_source_layers=sources).queue
     queue.scheduler.server_args = SimpleNamespace(model_path="/models/llama", speculative_draft_model_path="")
     return queue
 

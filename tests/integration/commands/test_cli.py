@@ -722,11 +722,11 @@ def test_plan_of_a_model_needs_no_engine(tmp_path: Path) -> None:
 
 def test_plan_of_a_model_that_is_not_carried_says_what_is_missing_on_each_side(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(latents("deepseek_v41", 4, compress_ratios=[0, 4, 128, 4], head_dim=512)))
+    file.write_text(json.dumps(latents("glm5_next", 4)))
     told = run("plan", "--model", file, "vllm", "sglang")
-    fails(told, 1, "layer_unsupported: sender: deepseek_v41: kvbridge cannot carry", "receiver: deepseek_v41", "needs")
+    fails(told, 1, "layer_unsupported: sender: glm5_next: kvbridge cannot carry", "receiver: glm5_next", "needs")
     found = json.loads(run("plan", "--model", file, "vllm", "sglang", "--json").stdout)
-    assert found["code"] == "layer_unsupported" and len(found["reasons"]) == 4  # two kinds of each side
+    assert found["code"] == "layer_unsupported" and len(found["reasons"]) == 6  # three kinds of each side
     file.write_text("[]")
     fails(run("plan", "--model", file, "vllm", "sglang"), 1, "bad_model_config")
     file.write_text(json.dumps(config("llama", 4, 8, 4, 64)))
