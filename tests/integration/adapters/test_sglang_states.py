@@ -403,6 +403,10 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
     ("change", "text"),
     [
         (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
+        (
+            lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm_spec", True),
+            "with replayssm: .+ this k",
+        ),
         (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
         (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "hierarchical-.+ this kind"),
         (lambda side: setattr(side.places, "mamba_pool", object()), "HybridLinearKVPool beside Hybrid.+ this kind yet"),
