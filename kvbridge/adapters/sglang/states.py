@@ -114,7 +114,7 @@ def found(queue: Any, shard: Shard) -> States | None:
 
 def _state(model: torch.nn.Module, states: Any, shard: Shard) -> State:
     """What the model's layers keep, of all ranks: the modules know their heads, the pool how many rows."""
-    modules = {kind: module for module in model.modules() if (kind := type(module).__name__) in MODULES}
+    modules: dict[str, Any] = {kind: module for module in model.modules() if (kind := type(module).__name__) in MODULES}
     if len(modules) != 1 or len(states.mamba_cache.conv) != 1:
         what = " and ".join(sorted(modules)) or "layers that kvbridge does not know"
         raise refusal("cache_unsupported", "sglang", "state", f"KV pool: HybridLinearKVPool of {what}")
