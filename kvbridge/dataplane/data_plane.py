@@ -243,15 +243,17 @@ class DataPlane:
     def _take_turn_here(self, begin: Callable[[], None]) -> None:
         """What the thread would do between two naps. Ends the turn, and sees to it that somebody takes the next."""
         try:
-            begin()
-            self._poll_moves(self._at_work)
-            self._flush_reports(self._loop.call_soon)
-        except (Exception, DeviceLost) as error:  # the thread ends with it
-            self._failure = error
-        self._begun_here = set(self._moving)
-        is_looking = bool(self._moving) and self._failure is None and self._clock() < self._looking_until
-        is_left = bool(self._moving or self._fenced or self._failure)
-        self._turn.release()
+            try:
+                begin()
+                self._poll_moves(self._at_work)
+                self._flush_reports(self._loop.call_soon)
+            except (Exception, DeviceLost) as error:  # the thread ends with it
+                self._failure = error
+            self._begun_here = set(self._moving)
+            is_looking = bool(self._moving) and self._failure is None and self._clock() < self._looking_until
+            is_left = bool(self._moving or self._fenced or self._failure)
+        finally:
+            self._turn.release()
         if is_looking:
             self.linger.keep_awake()
             self._loop.call_soon(self._look)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sized
+from dataclasses import replace
 from itertools import islice, permutations, product
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from kvbridge_proto.common import Blocks, Rank
+from kvbridge_proto.door import TOKEN_BYTES, DoorCard
 from kvbridge_proto.engine import Abandon, Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Hello, Refuse, Settled
 
 from kvbridge.agent.outgoing_peers import MOST_NAMES, UNUSED_LINK_S
+from kvbridge.errors import PeerError
 from testing.agents import agent
 from testing.halves import by_slots
 from testing.oracle import Shape, fill
 from testing.pairs import Benches
 from testing.proc import descriptors
+from testing.refusals import refused
 from testing.waiting import wait_for
 from tests.integration.agent.player import Player, Whole, knows, reached, replace_struct, settle, welcomed
 from tests.unit.exchange.world import World
@@ -58,6 +63,24 @@ async def test_a_welcome_is_for_whom_the_link_said_hello_when_it_came(world: Wor
     assert receiver.over == [("P0", "peer_left")] and receiver.opened_at == []
     await receiver.peers._welcome(wire, welcomed(world, wire))
     assert receiver.opened_at == ["P0"]
+
+
+async def test_memory_that_is_shared_with_an_agent_that_opens_none_comes_by_slots_and_says_why(
+    world: World, receiver: Player
+) -> None:
+    """Its routes name pull, but it shares no memory: its sender should have known from the Hello."""
+    receiver.may_prove.set()
+    engine = world.receivers[0].engine
+    receiver.engine = replace(engine, site=replace(engine.site, routes=("pull", *engine.site.routes)))
+    wire = receiver.reach("P0")
+    card = DoorCard(machine="m", path="/p.door", session="s", epoch=1, token=b"t" * TOKEN_BYTES)
+    await receiver.peers._welcome(wire, replace_struct(welcomed(world, wire), route="pull", probe=None, door=card))
+    assert len(wire.said(Hello)) == 2 and "pull" not in wire.last(Hello).routes
+    await receiver.peers._welcome(wire, welcomed(world, wire))
+    (found,) = receiver.peers.statuses()
+    assert receiver.opened_at == ["P0"] and "pull: share_memory is off" in found.route
+    with refused(PeerError, "sharing_off"):
+        await receiver.doors.enter(ANY, card, ANY, ANY)
 
 
 async def test_an_agent_that_is_told_hello_by_another_address_is_waited_for(world: World) -> None:

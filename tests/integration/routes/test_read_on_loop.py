@@ -34,11 +34,13 @@ class Threads(CpuBlockCopier):
         super().__init__()
         self.begun: list[int] = []
         self.looked: set[int] = set()
-        self.may_end, self.is_lost = True, False
+        self.may_end, self.is_lost, self.is_interrupted = True, False, False
 
     def pull(self, *_: Any) -> int:
         if self.is_lost:
             raise DeviceLost("gone")
+        if self.is_interrupted:
+            raise KeyboardInterrupt
         self.begun.append(threading.get_ident())
         return self._over(0)
 
@@ -185,6 +187,15 @@ async def test_a_lost_gpu_ends_the_data_plane_as_if_its_thread_had_met_it(copier
         copier.is_lost = False
         read(data_plane, "later")
         assert not copier.begun, "nobody begins anything any more"
+
+
+async def test_a_loop_that_is_interrupted_in_the_turn_ends_it(copier: Threads, ears: Ears) -> None:
+    """As by Ctrl-C; the thread would wait for its turn until the watchdog ends the process."""
+    async with serving(copier, ears) as data_plane:
+        copier.is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            read(data_plane)
+        assert not data_plane._turn.locked()
 
 
 @pytest.mark.proves("G19")
