@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class OnCpu:
 
     def __init__(self, copier: CpuBlockCopier | None = None) -> None:
         self._copier = copier or CpuBlockCopier()
-        self._mapped: dict[int, Mapped] = {}
+        self._mapped: dict[int, tuple[Held, Mapped]] = {}
 
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         slot = torch.full((slot_bytes,), 0xA5, dtype=torch.uint8)
@@ -61,8 +61,8 @@ class OnCpu:
 
     def _of(self, held: Held) -> Mapped:
         if id(held) not in self._mapped:
-            self._mapped[id(held)] = Mapped(held.pool, [torch.from_numpy(region) for region in held.memory])
-        return self._mapped[id(held)]
+            self._mapped[id(held)] = held, Mapped(held.pool, [torch.from_numpy(region) for region in held.memory])
+        return self._mapped[id(held)][1]
 
 
 class BothWays(OnCpu):
@@ -126,13 +126,27 @@ def fill_with_zeros(layers: Sequence[int], receiver: Held, table: Table, tokens:
         carrier.carry(zeros, parts[0], receiver, parts[1], chunk.size_bytes)
 
 
-def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
-    """The receiver afterwards, and what is wrong in it ("" if nothing is). Raises if the case cannot be carried."""
-    ranks = ranks_of(case.receiver)[number % len(ranks_of(case.receiver))]
-    senders, receiver = build_all(case.sender), build(case.receiver, *ranks)
-    table, receiver_table = tables_of(senders[0].pool, case.end, seed=1), tables_of(receiver.pool, case.end, seed=2)
+class Filled(NamedTuple):
+    """All ranks of a case's sender, which nobody writes, and their table."""
+
+    senders: list[Held]
+    table: Table
+
+
+def filled(case: Case) -> Filled:
+    """The sender of a case: the same for every rank of the receiver."""
+    senders = build_all(case.sender)
+    table = tables_of(senders[0].pool, case.end, seed=1)
     for sender in senders:
         fill(sender, table, range(case.end), is_tame=True)
+    return Filled(senders, table)
+
+
+def carried(case: Case, number: int, carrier: Carrier, given: Filled | None = None) -> tuple[Held, str]:
+    """The receiver afterwards, and what is wrong in it ("" if nothing is). Raises if the case cannot be carried."""
+    ranks = ranks_of(case.receiver)[number % len(ranks_of(case.receiver))]
+    (senders, table), receiver = given or filled(case), build(case.receiver, *ranks)
+    receiver_table = tables_of(receiver.pool, case.end, seed=2)
     before, tokens = receiver.copy(), range(case.first, case.end)
     move(senders, table, receiver, receiver_table, tokens, case.slot_bytes, carrier)
     tail = tail_of(senders, receiver, receiver_table, tokens)
@@ -148,6 +162,7 @@ def _copier() -> CpuBlockCopier:
 def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 13) -> None:
     """Carries tokens to every rank of the receiver. Fails if anything is wrong there."""
     case = Case(sender, receiver, tokens.start, tokens.stop, slot_bytes)
+    given, carrier = filled(case), OnCpu(_copier())
     for number in range(len(ranks_of(receiver))):
-        _, wrong = carried(case, number, OnCpu(_copier()))
+        _, wrong = carried(case, number, carrier, given)
         assert not wrong, f"{wrong}\n{case}, rank {number}"

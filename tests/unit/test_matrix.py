@@ -14,7 +14,7 @@ from kvbridge.adapters.vllm import dtypes
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.wire import POWERS
-from testing.carried import BothWays, OnCpu, carried, pools_of
+from testing.carried import BothWays, OnCpu, carried, filled, pools_of
 from testing.matrix import ROWS, Row
 from testing.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
@@ -31,18 +31,19 @@ REASON = re.compile(r"^\w+: sender .+, receiver .+; needs .+$")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
     """All of a row can be carried, or nothing; of some rows, the same by pulls."""
-    carrier = BothWays if row.name in PULLED_TOO else OnCpu
+    kind = BothWays if row.name in PULLED_TOO else OnCpu
     verdicts = set()
     for number, case in enumerate(row.cases()):
+        given, carrier = filled(case), kind()
         for rank in row.ranks(case, number):
             found = verdict(*pools_of(case, rank))
             verdicts.add(isinstance(found, Incompatible))
             if isinstance(found, Incompatible):
                 assert all(REASON.match(reason) for reason in found.reasons), found.reasons
                 with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the copier's door
-                    carried(case, rank, carrier())
+                    carried(case, rank, carrier, given)
                 continue
-            _, wrong = carried(case, rank, carrier())
+            _, wrong = carried(case, rank, carrier, given)
             assert not wrong, f"case {number}: {wrong}\n{case.sender}\n{case.receiver}\nfrom {case.first}, {found}"
     assert len(verdicts) == 1
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from kvbridge_proto.peer import SlotLease
 from msgspec import Struct
@@ -59,15 +59,23 @@ ABOUT: dict[str, Callable[[Any], object]] = {
 
 
 class Copier(pickle.Pickler):
-    """Copies a state as pickle does, many times faster than copy.deepcopy. Values are kept aside: nobody edits them."""
+    """Copies a state as pickle does, many times faster than copy.deepcopy. Values are kept aside: nobody edits them.
+
+    So are classes, which pickle would look up by name for each copy.
+    """
+
+    kept: ClassVar[dict[type, bool]] = {}
 
     def __init__(self, file: io.BytesIO, idle: Sequence[object]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.idle, self.values = idle, list[object]()
+        self.idle, self.values = set(map(id, idle)), list[object]()
 
     def reducer_override(self, value: object) -> Any:
-        is_message = isinstance(value, Struct) and not isinstance(value, Value)  # a Value may hold what is edited
-        if not (is_message or isinstance(value, VALUES) or value in self.idle):
+        kind = type(value)
+        if (is_kept := self.kept.get(kind)) is None:
+            is_message = issubclass(kind, Struct) and not issubclass(kind, Value)  # a Value may hold what is edited
+            is_kept = self.kept[kind] = is_message or issubclass(kind, (*VALUES, type))
+        if not (is_kept or id(value) in self.idle) or value is value_of:
             return NotImplemented
         self.values.append(value)
         return value_of, (len(self.values) - 1,)
@@ -179,10 +187,13 @@ class State(Network):
         return self.next_of(event) == index
 
     def following(self, moves: Sequence[Move]) -> Iterator[State]:
-        """The state that follows from each."""
-        for move, state in zip(moves, self.copies(), strict=False):
+        """The state that follows from each. This one becomes the last of them."""
+        for move, state in zip(moves[:-1], self.copies(), strict=False):
             state.make(move)
             yield state
+        for move in moves[-1:]:
+            self.make(move)
+            yield self
 
     def make(self, move: Move) -> None:
         kind, *what = move
