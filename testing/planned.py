@@ -25,6 +25,7 @@ def told(pool: Pool) -> tuple[Any, ...]:
             *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width, plane.row_tokens),
             *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
             *(not has_states and pool.groups[plane.group].block_tokens, pool.groups[plane.group].begins_inside),
+            pool.groups[plane.group].never_cached,
         )
         for plane in pool.planes
     }

@@ -9,7 +9,7 @@ from kvbridge_proto.common import Blocks
 
 from ..cache_kinds import is_late
 from ..errors import EngineError
-from ..geometry.group_plan import kept
+from ..geometry.group_plan import needed
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .session import AttachedEngine
@@ -64,7 +64,7 @@ def _check(
     for index, group in enumerate(engine.pool.groups):
         if not is_last and is_late(group.kind):
             continue
-        first, end = max(first_token, kept(group, end_token, engine.pool.shard)), end_token
+        first, end = needed(group, first_token, end_token, engine.pool.shard), end_token
         if group.kind != "state":
             first, end = engine.token_shard.count(first), engine.token_shard.count(end)
         if first < end:

@@ -51,7 +51,7 @@ def whole_block(group: Group, shard: Shard) -> int:
 
 def border(group: Group, shard: Shard) -> int:
     """What this group holds of a window begins at a multiple of so many tokens."""
-    return 1 if group.begins_inside else whole_block(group, shard)
+    return 1 if group.begins_inside or group.never_cached else whole_block(group, shard)
 
 
 def kept(group: Group, end_token: int, shard: Shard) -> int:
@@ -60,6 +60,12 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
         return 0
     border_tokens = group.block_tokens if group.kind == "state" else border(group, shard)
     return first_kept(group.kind, group.window, end_token, border_tokens)
+
+
+def needed(group: Group, first_token: int, end_token: int, shard: Shard) -> int:
+    """The first token of this group that a receiver needs which has the rows before `first_token`."""
+    held = kept(group, end_token, shard)
+    return held if group.never_cached else max(first_token, held)
 
 
 class GroupTemplate(Value, eq=False):
@@ -127,7 +133,7 @@ class GroupTemplate(Value, eq=False):
         if kind == "state":
             first, end = 0, 1
         else:
-            first_token = max(first_token, kept(self.group, end_token, self.shard))
+            first_token = needed(self.group, first_token, end_token, self.shard)
             row = self.row_tokens  # only whole rows: those of the last tokens are not there yet
             first, end = (token_shard.count(token) // row * row for token in (first_token, end_token))
         if first == end:

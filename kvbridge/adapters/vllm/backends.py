@@ -83,6 +83,16 @@ BACKENDS: dict[str, RowWriter] = {
         ("DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER"),
         RowWriter("index_key", "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:740"),
     ),
+    # DeepSeek V4.1: the same, or 512 numbers under 16 exponents, or in NVFP4. What rows of 2 tokens will be made of is
+    # in a ring, and its backend has the same name (`fused_save_compress_norm`)
+    **dict.fromkeys(
+        ("FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "FLASHINFER_MLA_SPARSE_DSV41"),
+        RowWriter("compressed_latent", "models/deepseek_v41/common/ops/fused_compress_quant_cache.py:221"),
+    ),
+    **dict.fromkeys(
+        ("DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+        RowWriter("index_key", "models/deepseek_v41/common/ops/indexer_k_store.py:29"),
+    ),
     # indexer_k_quant_and_cache (csrc/libtorch_stable/cache_kernels.cu) and _fp8_quant_and_cache_write: key at byte
     # token * 128 of the page, scale at page tokens * 128 + token * 4
     "DEEPSEEK_V32_INDEXER": RowWriter("index_key", "models/deepseek_v32/common/kernels.py:81"),
@@ -101,11 +111,8 @@ BACKENDS: dict[str, RowWriter] = {
     "SHORT_CONV_ATTN": RowWriter("short_conv", "model_executor/layers/mamba/short_conv.py"),
     "LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/base.py"),
     "BAILING_LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/bailing_linear_attn.py"),
-    "DEEPSEEK_V41_INDEXER": RowWriter("bounded", f"{MLA}indexer.py"),
-    "FLASHMLA_SPARSE_DSV41": RowWriter("bounded", "models/deepseek_v41/sparse_mla.py"),
-    "FLASHINFER_MLA_SPARSE_DSV41": RowWriter("bounded", "models/deepseek_v41/nvidia/flashinfer_sparse.py"),
     "STEP5_CSA_SUMMARY": RowWriter("compressed", "models/step5/nvidia/sparse_summary_cache.py"),
-    "KPOOL_TAIL": RowWriter("ring", f"{MLA}indexer.py"),
+    "KPOOL_TAIL": RowWriter("ring", "models/glm5next/nvidia/ops/kpool_compress.py:422"),
     "STEP5_CSA_TAIL_RING": RowWriter("ring", "models/step5/nvidia/csa_tail_ring.py"),
     "QWEN4_EXP_EXP_QSA_STATE": RowWriter("ring", "models/qwen4_exp/common/qsa_cache.py"),
     "INKLING_SCONV_SWA": RowWriter("state", "models/inkling/nvidia/sconv_swa_attn.py"),
@@ -116,10 +123,12 @@ INDEX_KEYS = ("index_key", "plain_index_key")
 COMPRESSED = ("compressed_latent", "compressor")  # beside another cache of the same layer, as index keys are
 # What a spec is alone, whatever its backend.
 SPECS: dict[str, str] = {
-    "CircularBufferSpec": "ring",
     "CrossAttentionSpec": "cross",
     "SinkFullAttentionSpec": "sink",
 }
+
+
+RING = "CircularBufferSpec"
 
 
 def backend_of(layer: Any) -> str:
@@ -169,9 +178,9 @@ def spec_refusal(name: str, spec: Any, rows: str) -> KVBridgeError | None:
     kind = type(spec).__name__
     if kind in SPECS:
         return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
+    if kind == RING and rows != "compressor":
+        return refusal("layer_unsupported", "vllm", "ring", f"{name}: {kind}")
     states = row_tokens(spec)
     if states not in (1, -1) and (rows not in ("compressed_latent", "index_key") or states != int(states)):
         return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")
-    if getattr(spec, "bounded_replay", False):
-        return refusal("layer_unsupported", "vllm", "bounded", f"{name}: {kind} with bounded_replay")
     return None

@@ -16,7 +16,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
 
 from ...cache_kinds import first_kept, is_late
-from .layers import kind_of, window_of
+from .layers import is_never_cached, is_ring, kind_of, window_of
 from .states import drafted_blocks
 from .versions import block_tokens, transfer_groups
 
@@ -30,13 +30,16 @@ NULL_BLOCK = 0  # vLLM's placeholder for a block that a request does not have
 class Kept:
     """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's.
 
-    `drafted`: of states, blocks for those after tokens that are drafted.
+    `drafted`: of states, blocks for those after tokens that are drafted. `is_ring`: its one block is all entries.
+    `is_never_cached`: nothing of it is there because a prefix is.
     """
 
     block_tokens: int
     kind: GroupKind
     window: int
     drafted: int = 0
+    is_ring: bool = False
+    is_never_cached: bool = False
 
     def first(self, end_token: int) -> int:
         """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
@@ -57,7 +60,10 @@ class GroupTables:
         specs = [group.kv_cache_spec for group in transfer_groups(cache)]
         return cls(
             tuple(
-                Kept(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec))
+                Kept(
+                    *(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec)),
+                    *(is_ring(spec), is_never_cached(spec)),
+                )
                 for spec in specs
             )
         )
@@ -75,22 +81,23 @@ class GroupTables:
 
         Before vLLM asks us to keep the blocks, it gives up those that the token after the prompt does not need. But
         the other side computes the prompt's last token again, and that token's window may begin one block earlier. A
-        state already includes that token.
+        state already includes that token. A ring has room for it beside those that its row is made of.
         """
-        return not self.has_states and all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
+        given_up = [group for group in self.groups if not group.is_ring]
+        return not self.has_states and all(group.first(tokens) == group.first(tokens - 1) for group in given_up)
 
     def count(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take, over all groups.
 
         Of states vLLM keeps the one at the last boundary of blocks, the last one, and those of drafts.
         """
-        entries = ((group, -(-tokens // group.block_tokens)) for group in self.groups)
+        entries = ((group, 1 if group.is_ring else -(-tokens // group.block_tokens)) for group in self.groups)
         return sum(min(count, 2) + group.drafted if group.kind == "state" else count for group, count in entries)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """For each group, the entries that hold tokens [first, end), as far as vLLM keeps them."""
         return tuple(
-            _piece(index, ids, group, max(first, group.first(end)), end)
+            _piece(index, ids, group, max(0 if group.is_never_cached else first, group.first(end)), end)
             for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True))
         )
 
@@ -124,4 +131,4 @@ class GroupTables:
 
 def _piece(index: int, ids: Sequence[int], group: Kept, first: int, end: int) -> Blocks:
     entry, last = first // group.block_tokens, -(-end // group.block_tokens)
-    return Blocks(index, entry, tuple(ids[entry:last]))
+    return Blocks(index, entry, tuple(ids[:1]) * (last - entry) if group.is_ring else tuple(ids[entry:last]))

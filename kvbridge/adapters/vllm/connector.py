@@ -76,9 +76,9 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether `num_computed_tokens` may count rows that outlived the state after them: a state comes anyway.
 
         Of a window vLLM would count rows too that are not there any more, and those before `num_computed_tokens` do
-        not come.
+        not come, unless its prefix cache has none of them.
         """
-        return not self.scheduler.has_token_windows
+        return not self.scheduler.has_cached_windows
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
@@ -87,13 +87,15 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Of whose blocks vLLM need not clear the rest: none.
+        """What need not be computed again, and of whose blocks vLLM need not clear the rest.
 
-        Where groups have numbers of other kinds (beside states), its workers clear blocks that a request gets, before
-        we hear of the step: so before the agent writes there. After the last token a block may hold what was another
-        group's, of which a kernel for attention may make NaN.
+        Windows that vLLM computes again after a prefix hit come whole, and their kernels read listed rows only. Of
+        others: where groups have numbers of other kinds (beside states), its workers clear blocks that a request gets,
+        before we hear of the step: so before the agent writes there. After the last token a block may hold what was
+        another group's, of which a kernel for attention may make NaN.
         """
-        return ()
+        groups = enumerate(self._kv_cache_config.kv_cache_groups)
+        return tuple(number for number, group in groups if getattr(group.kv_cache_spec, "prefix_replay_tokens", 0))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)

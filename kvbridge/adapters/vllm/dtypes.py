@@ -15,14 +15,16 @@ from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
 from .shapes import Cell
+from .versions import has_interleaved_rows
 
 if TYPE_CHECKING:
     from .layers import KVLayer
 
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-# Latent rows with their scales inside, by bytes per row; fp8_ds_v4 keeps 8 of its 584 behind the rows of its block.
-LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_ds_v41", 352: "nvfp4_ds_mla"}
-V4_SCALE_BYTES = 8
+# Latent rows with their scales inside, by bytes per row.
+LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 352: "nvfp4_ds_mla"}
+# Rows of DeepSeek V4 and V4.1 with so many bytes of scales: behind all rows of a page or, as `versions` says, each row.
+V4_LATENT: dict[int, tuple[CodecName, int]] = {584: ("fp8_ds_v4", 8), 528: ("mxfp8_e4m3", 16), 288: ("nvfp4", 32)}
 
 
 def cell_of(member: KVLayer) -> Cell:
@@ -38,10 +40,11 @@ def cell_of(member: KVLayer) -> Cell:
         return Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4, codec=name)
     if member.is_latent and "ds_mla" in said and size == 1:
         row = tensor.shape[-1]
+        if row in V4_LATENT:
+            codec, scales = V4_LATENT[row]
+            is_apart = codec == "fp8_ds_v4" or not has_interleaved_rows()
+            return Cell(heads, row - scales, 0, scales, 1, is_apart, is_paged=True, part=member.part, codec=codec)
         if row in LATENT:
-            if LATENT[row] == "fp8_ds_v4":
-                scales = V4_SCALE_BYTES, 1, True
-                return Cell(heads, row - V4_SCALE_BYTES, 0, *scales, part=member.part, codec="fp8_ds_v4")
             return Cell(heads, row, 0, codec=LATENT[row], part=member.part)
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
@@ -113,12 +116,13 @@ def codec_of(member: KVLayer, cell: Cell, part: str, row_bytes: int) -> Codec:
         name: CodecName = cell.scale_codec if unit == 4 else "opaque"
         return Codec(name=name, width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
     key, value = member.widths
+    scales = member_scales(member)[part] if cell.codec in ("fp8_e4m3", "fp8_e5m2") else ()
     return Codec(
         name=cell.codec,
         width=value if part == "v" else key,
         element_bytes=member.tensor.element_size(),
         row_bytes=row_bytes,
-        scales=member_scales(member)[part] if cell.codec in ("fp8_e4m3", "fp8_e5m2") else (),
+        scales=(1.0,) if cell.codec == "nvfp4" else scales,  # DeepSeek V4.1's have none for all rows
         scale_codec=cell.scale_codec,
     )
 

@@ -14,7 +14,7 @@ from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, State, model_record
-from .backends import COMPRESSED, INDEX_KEYS, check_backend, row_tokens, rows_of, spec_refusal
+from .backends import COMPRESSED, INDEX_KEYS, RING, check_backend, row_tokens, rows_of, spec_refusal
 from .states import state_of
 from .versions import transfer_groups
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# Which tokens a group of such layers keeps. A window that frees no blocks is in a FullAttentionSpec.
+# Which tokens a group of such layers keeps. A window that frees no blocks is in a FullAttentionSpec. A ring has no
+# number of its own: those that the next row of several tokens will be made of (`_open_tokens`).
 KINDS: dict[str, GroupKind] = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",
@@ -30,8 +31,9 @@ KINDS: dict[str, GroupKind] = {
     "SlidingWindowMLASpec": "sliding",
     "ChunkedLocalAttentionSpec": "chunked",
     "MambaSpec": "state",
+    RING: "chunked",
 }
-LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec", RING)  # without V, and the same on every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class KVLayer:
     is_draft: bool = False
     owner: str = ""
     state: State | None = None
+    open_tokens: int = 0  # of a ring: see `_open_tokens`
 
     @property
     def is_index(self) -> bool:
@@ -137,8 +140,22 @@ def members_of(
             rope = _rope(attention, config) if is_latent else 0
             held = WHOLE if is_latent or state else _heads(name, spec, config, *rank)
             of_draft = is_draft(name, spec, config)
-            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope, of_draft, state=state))
+            tokens = _open_tokens(name, spec, layers) if is_ring(spec) else 0
+            of_vllm = name, -1, index, tensor, spec, attention
+            found.append(KVLayer(*of_vllm, held, said, rope, of_draft, state=state, open_tokens=tokens))
     return _numbered(found, config)
+
+
+def _open_tokens(name: str, spec: Any, layers: Mapping[str, Any]) -> int:
+    """How many tokens make a row of the cache that a ring is for: it is needed from the last multiple of these on.
+
+    That of DeepSeek V4.1, "P.compressor.state_cache", is for the rows of the layer P.
+    """
+    tokens, ring = int(getattr(layers.get(name.rsplit(".", 2)[0]), "compress_ratio", 0)), int(spec.block_size)
+    if tokens < 1 or ring % tokens:
+        reason = f"{name}: a ring of {ring} tokens for rows of {tokens or 'unknown'}, which must divide it"
+        raise OperatorError("layer_unsupported", f"{reason}; no setting of the engine helps")
+    return tokens
 
 
 def tp_rank_of(parallel: Any, shard: Shard) -> tuple[int, int]:
@@ -189,8 +206,23 @@ def kind_of(spec: Any) -> GroupKind:
     return KINDS.get(type(_one_of(spec)).__name__, "full")
 
 
+def is_ring(spec: Any) -> bool:
+    """Whether a request has one block of this spec's group, for its life, with position p in row `p % block_size`."""
+    return type(_one_of(spec)).__name__ == RING
+
+
+def is_never_cached(spec: Any) -> bool:
+    """Whether vLLM's prefix cache leaves the group out: a ring, or a window that is computed again after a hit."""
+    return is_ring(spec) or bool(getattr(_one_of(spec), "bounded_replay", False))
+
+
 def window_of(spec: Any) -> int:
-    """Tokens that this spec's group keeps, 0 for all: the model's window, plus what drafts need before it (0.32)."""
+    """Tokens that this spec's group keeps, 0 for all: the model's window, plus what drafts need before it (0.32).
+
+    Of a ring all that it may hold; its pool says how many of these are needed.
+    """
+    if is_ring(spec):
+        return int(spec.block_size)
     one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
     return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 

@@ -15,7 +15,7 @@ from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import cell_of, codec_of
-from .layers import KVLayer, kind_of, members_of, model_of, tp_rank_of, window_of
+from .layers import KVLayer, is_never_cached, kind_of, members_of, model_of, tp_rank_of, window_of
 from .plugin import CONNECTOR_NAME
 from .shapes import views_of
 from .states import state_planes
@@ -59,7 +59,7 @@ def describe(
         Engine(kind="vllm", version=__version__[:256], id=engine_id[:256], replica=replica),
         model_of(members, config, shard, model_name, weights, draft),
         shard,
-        _groups(cache, config),
+        _groups(cache, config, {member.group: member.open_tokens for member in members}),
         [(member.tensor, plane) for member in members for plane in _planes(member, cache.num_blocks, rank)],
     )
 
@@ -70,18 +70,22 @@ def _has_private_blocks(config: VllmConfig) -> bool:
     return connector == CONNECTOR_NAME and not config.cache_config.enable_prefix_caching
 
 
-def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
-    """All groups that travel, even one without a layer on this pipeline rank: block tables include them all."""
+def _groups(cache: KVCacheConfig, config: VllmConfig, open_tokens: Mapping[int, int]) -> tuple[Group, ...]:
+    """All groups that travel, even one without a layer on this pipeline rank: block tables include them all.
+
+    `open_tokens` are those of rings, by group.
+    """
     specs = [group.kv_cache_spec for group in transfer_groups(cache)]
     return tuple(
         Group(
             kind=kind_of(spec),
             block_tokens=int(spec.block_size),
             blocks=cache.num_blocks,
-            window=window_of(spec),
+            window=open_tokens.get(number) or window_of(spec),
             begins_inside=bool(window_of(spec)) and _has_private_blocks(config),
+            never_cached=is_never_cached(spec),
         )
-        for spec in specs
+        for number, spec in enumerate(specs)
     )
 
 

@@ -227,9 +227,9 @@ class SchedulerSide:
         return bool(self._step.before) or any(request_id in self._receiving for request_id in self._came)
 
     @property
-    def has_token_windows(self) -> bool:
-        """Whether some layers keep the rows of the last tokens only."""
-        return any(group.kind not in ("full", "state") for group in self._tables.groups)
+    def has_cached_windows(self) -> bool:
+        """Whether some layers keep the rows of the last tokens only, and vLLM's prefix cache has them."""
+        return any(each.kind not in ("full", "state") and not each.is_never_cached for each in self._tables.groups)
 
     # Free blocks:
 

@@ -8,6 +8,7 @@ and a connector is handed just that tensor. Before 0.30 a failed receive can be 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,13 @@ def check_groups(cache: KVCacheConfig) -> None:
             f"kv_cache_groups: {len(groups)}, vLLM {__version__} cannot be told of a failed receive in more than one; "
             "needs --disable-hybrid-kv-cache-manager",
         )
+
+
+def has_interleaved_rows() -> bool:
+    """Whether a row of DeepSeek V4.1 has its scales behind it (0.33). In 0.32 they are behind all rows of the page."""
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+    return "packed_block_stride_alignment" in signature(DeepseekV4SWACache.__init__).parameters
 
 
 def block_tokens(spec: Any, parallel: Any) -> int:

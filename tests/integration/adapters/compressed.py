@@ -1,4 +1,5 @@
-"""DeepSeek V4's caches in vLLM without its model: real layers, specs, planner, views, scheduler and workers.
+"""Caches of several kinds in vLLM without a model, DeepSeek V4's first: real layers, specs, planner, views, scheduler
+and workers.
 
 Where a forward would run, `Engine` compares every byte of the rows that the model would read for the step's tokens, and
 writes those that the model would write. A row is a hash of its cache and of the prompt up to the row's last token.
@@ -51,7 +52,9 @@ Row = tuple[np.ndarray, ...]  # its pieces
 class Cache:
     """One of a layer's caches, which `keeps` the last tokens only, or all if 0.
 
-    A page has all rows' pieces of the first width, then those of the next. A row stands for `ratio` tokens.
+    A page has all rows' pieces of the first width, then those of the next; or each row has all its pieces, if these are
+    `together`. A row stands for `ratio` tokens. A ring has a row for each token, in one block, for the next row of
+    `keeps` tokens. `is_replayed`: the window is computed again after a prefix hit.
     """
 
     name: str
@@ -59,12 +62,18 @@ class Cache:
     widths: tuple[int, ...]
     ratio: int = 1
     keeps: int = 0
+    together: bool = False
+    is_ring: bool = False
+    is_replayed: bool = False
 
     def row(self, prompt: tuple[int, ...], number: int) -> Row:
         return _hashed(_prefix(prompt, (number + 1) * self.ratio) + self.name.encode(), self.widths)
 
     def read(self, first: int, end: int) -> range:
         """The rows from before token `first` that the model reads to compute tokens [first, end)."""
+        if self.is_ring:
+            begin = first // self.keeps * self.keeps
+            return range(begin, first) if begin + self.keeps <= end else range(0)
         if self.kind in ("compressor", "index_compressor"):
             group = self.keeps if self.keeps > 8 else 4  # of tokens; of 4, the group before is read too
             boundary = (first + group) // group * group  # the first group that may be whole now ends there
@@ -118,13 +127,19 @@ class Engine(World):
 
     def __init__(self, folder: Path, agents: Sequence[AgentProcess], dtype: str = "fp8_ds_mla", **more: Any) -> None:
         self._dtype, self._processes, self._bytes = dtype, agents, more.pop("memory", MEMORY)
-        self._index = more.pop("index", FP8_KEY)
+        self._made, self._block = more.pop("caches", None) or caches, more.pop("block", BLOCK)
+        self._more = {"index": more.pop("index")} if "index" in more else {}
         self._last: Any = None  # the step whose forward has run
         self.compared = Counter[str]()  # rows, by the kind of their cache
         self.computed = Counter[str]()  # tokens, by request
         folder.mkdir()
         super().__init__(
-            folder, tp=len(agents) or 1, cache=self._planned, hashed=HASHED, on_forward=self._forward, **more
+            folder,
+            tp=len(agents) or 1,
+            cache=self._planned,
+            hashed=more.pop("hashed", HASHED),
+            on_forward=self._forward,
+            **more,
         )
         groups = self.of_workers.kv_cache_groups
         sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -142,10 +157,10 @@ class Engine(World):
 
     def _planned(self, config: VllmConfig) -> KVCacheConfig:
         cache, text = config.cache_config, SimpleNamespace(num_hidden_layers=len(RATIOS), qk_rope_head_dim=ROPE)
-        cache.block_size, cache.cache_dtype, cache.kv_cache_layout = BLOCK, self._dtype, "BLHNC"
+        cache.block_size, cache.cache_dtype, cache.kv_cache_layout = self._block, self._dtype, "BLHNC"
         config.model_config.hf_text_config = text
         with set_current_vllm_config(config):
-            made = list(caches(config, self._index))
+            made = list(self._made(config, **self._more))
         self.kept = [kept for kept, _ in made]
         groups = get_kv_cache_groups(config, {kept.name: layer.get_kv_cache_spec(config) for kept, layer in made})
         return get_kv_cache_config_from_groups(config, groups, self._bytes)
@@ -172,21 +187,29 @@ class Engine(World):
             request = self.scheduler.requests[name]
             self.computed[name] += count
             end, tables = request.num_computed_tokens, self.scheduler.kv_cache_manager.get_block_ids(name)
+            held = getattr(request, "replay_start", 0)  # a window's rows from there on
             for kept in self.kept:
-                self._compute(kept, tables, tuple(request.all_token_ids), end - count, end)
+                self._compute(kept, tables, tuple(request.all_token_ids), end - count, end, held)
 
-    def _compute(self, kept: Cache, tables: Any, prompt: tuple[int, ...], first: int, end: int) -> None:
-        group, block_tokens = self.where[kept.name]
+    def _compute(self, kept: Cache, tables: Any, prompt: tuple[int, ...], first: int, end: int, held: int) -> None:
         for number in kept.read(first, end):
-            block, place = tables[group][number * kept.ratio // block_tokens], f"{kept.name} row {number}"
+            if kept.is_replayed and number < held:
+                continue
+            block, place = self._block_of(kept, tables, number), f"{kept.name} row {number}"
             assert block, f"{place}: its block was given up, and tokens {first} to {end} are computed"
             for piece, expected in self._pieces(kept, block, number, prompt):
                 assert np.array_equal(piece, expected), f"{place}: tokens {first} to {end} of {len(prompt)}"
             self.compared[kept.kind] += 1
+        if held and not (kept.is_replayed or kept.is_ring):
+            first = max(first, held + WINDOW)  # what is cached is not written again
         for number in range(first // kept.ratio, end // kept.ratio):
-            if block := tables[group][number * kept.ratio // block_tokens]:
+            if block := self._block_of(kept, tables, number):
                 for piece, value in self._pieces(kept, block, number, prompt):
                     piece[:] = value
+
+    def _block_of(self, kept: Cache, tables: Any, number: int) -> int:
+        group, block_tokens = self.where[kept.name]
+        return int(tables[group][0 if kept.is_ring else number * kept.ratio // block_tokens])
 
     def _pieces(
         self, kept: Cache, block: int, number: int, prompt: tuple[int, ...]
@@ -200,6 +223,6 @@ class Engine(World):
             at = (view.storage_offset() + block * view.stride(0)) * size
             memory = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
             for width, value in zip(kept.widths, row, strict=True):
-                start = at + number % rows * width
+                start = at + number % rows * (sum(kept.widths) if kept.together else width)
                 yield memory[start : start + width], value
-                at += rows * width
+                at += width if kept.together else rows * width

@@ -40,7 +40,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.planned import told
 from tests.integration.adapters.test_vllm_pool import build, draft
-from tests.support.families import FAMILIES, KDA, MAMBA2, Family
+from tests.support.families import FAMILIES, KDA, MAMBA2, V41, Family
 
 pytestmark = pytest.mark.vllm
 
@@ -157,6 +157,26 @@ def deepseek_v4() -> Specs:
     return found
 
 
+def deepseek_v41(tp: int) -> Specs:
+    """As tests/integration/adapters/rings.py has them. The last layer is the draft's."""
+    packed: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "state_content_bytes": 584}
+    one: dict[str, Any] = {"num_kv_heads": 1, "block_size": 64}
+    found: Specs = {}
+    for layer, ratio in enumerate(V41["compress_ratios"]):
+        name = f"model.layers.{layer}.attn"
+        window = SlidingWindowMLASpec(**packed, block_size=32, sliding_window=128, bounded_replay=True)
+        found[f"{name}.swa_cache"] = "DEEPSEEK_SPARSE_SWA", window
+        if layer not in V41["kv_source_layer_ids"]:
+            continue
+        found[name] = "FLASHMLA_SPARSE_DSV41", MLAAttentionSpec(**packed, block_size=64, tokens_per_state=ratio)
+        keys = MLAAttentionSpec(**one, head_size=132, dtype=torch.uint8, tokens_per_state=ratio)
+        found[f"{name}.indexer.k_cache"] = "DEEPSEEK_V41_INDEXER", keys
+        if ratio == 2:
+            ring = CircularBufferSpec(num_kv_heads=1, block_size=8, head_size=1024, head_size_v=0, dtype=torch.float32)
+            found[f"{name}.compressor.state_cache"] = "CompressorBackend", ring
+    return found
+
+
 def states(tp: int) -> Specs:
     return beside(each(4, lambda i: full(2, 256, tp)), STATE, "PLE_SHORT_CONV_ATTN")
 
@@ -232,6 +252,7 @@ LAYERS_OF = {
     jamba: {"intermediate_size": 8192, "ssm_state_size": 16, "conv_kernel_size": 4},
     lfm2: {"conv_dim": 2048, "L_cache": 3},
     ring: {"num_heads": 64, "head_dim": 128},
+    deepseek_v41: {"compress_ratio": 2},
 }
 
 
@@ -252,9 +273,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
         ("full attention and index keys", "full attention and index keys, both packed by SGLang on Blackwell"), minimax
     ),
     "compressed latents": lambda tp: deepseek_v4(),
-    "compressed latents with windows that are computed again": lambda tp: each(
-        2, lambda i: LATENT, "FLASHMLA_SPARSE_DSV41"
-    ),
+    "compressed latents with windows that are computed again": deepseek_v41,
     "states and full attention": qwen3_next,
     "states and full attention with drafts on both sides": qwen3_next_mtp,
     "states and latents": kimi,
@@ -284,7 +303,7 @@ def tensor_of(spec: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(BLOCKS, 1, spec.num_states, width, dtype=dtype)
     if getattr(spec, "num_head_slots", None):
         return torch.zeros(BLOCKS, spec.num_head_slots, spec.block_size, spec.state_content_bytes, dtype=dtype)
-    value = getattr(spec, "head_size_v", None) or spec.head_size
+    value = spec.head_size if (own := getattr(spec, "head_size_v", None)) is None else own
     width = spec.head_size if isinstance(spec, MLAAttentionSpec) else spec.head_size + value
     return torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, width, dtype=dtype)
 

@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -212,16 +211,15 @@ def test_the_heads_of_windows_that_a_config_names_apart_are_theirs() -> None:
 
 COMMON: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
 GQA: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
-REPLAYED: dict[str, Any] = {**COMMON, "head_size": 584, "sliding_window": 128, "bounded_replay": True}
 REFUSED = [
     (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE", "compressed"),
     (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "STEP5_CSA_SUMMARY", "compressed"),
-    (MLAAttentionSpec(**COMMON, head_size=512), "FLASHMLA_SPARSE_DSV41", "bounded"),
-    (SlidingWindowMLASpec(**REPLAYED), "DEEPSEEK_SPARSE_SWA", "bounded"),
     (FullAttentionSpec(**GQA, tokens_per_state=Fraction(1, 4)), "FLASH_ATTN", "compressed"),
     (FullAttentionSpec(**GQA), "TURBOQUANT", "packed"),
     (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "MAMBA1_ATTN", "state"),
     (CircularBufferSpec(**GQA), "KPOOL_TAIL", "ring"),
+    (CircularBufferSpec(**GQA), "QWEN4_EXP_EXP_QSA_STATE", "ring"),
+    (CircularBufferSpec(**GQA), "STEP5_CSA_TAIL_RING", "ring"),
     (CrossAttentionSpec(**GQA), "FLASH_ATTN", "cross"),
     (SinkFullAttentionSpec(**GQA, sink_len=4), "FLASH_ATTN", "sink"),
 ]

@@ -31,17 +31,18 @@ LENGTHS = (2, 3, 4, 5, 6, 9, 128, 129, 130, 256, 257, 258, 300, 385, 513)
 
 
 @contextlib.contextmanager
-def pair(folder: Path, ours: int = 1, theirs: int = 1, **more: Any) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill engine and a decode engine of so many ranks, each with its agents."""
+def pair(
+    folder: Path, ours: int = 1, theirs: int = 1, of_theirs: dict[str, Any] | None = None, **more: Any
+) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill engine and a decode engine of so many ranks, each with its agents. `of_theirs` is the latter's."""
     with contextlib.ExitStack() as stack:
         agents = [
             [stack.enter_context(agent(folder, f"{name}{rank}", slot_bytes=1 << 20)) for rank in range(size)]
             for name, size in (("p", ours), ("d", theirs))
         ]
         roles = ("kv_producer", "kv_consumer")
-        prefill, decode = (
-            Engine(folder / role, each, role=role, **more) for role, each in zip(roles, agents, strict=True)
-        )
+        prefill = Engine(folder / roles[0], agents[0], role=roles[0], **more)
+        decode = Engine(folder / roles[1], agents[1], role=roles[1], **(more | (of_theirs or {})))
         yield prefill, decode
         for each in (prefill, decode):
             each.assert_empty()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import fields, replace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Group, Region, Shard, Step
 
 from kvbridge.device.copier import CpuBlockCopier
-from kvbridge.geometry.group_plan import kept
+from kvbridge.geometry.group_plan import kept, needed
 from kvbridge.geometry.plan import ALIGN, Part, Planner, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import BlockTable
 from testing.carried import OnCpu, carried, carry, move
 from testing.matrix import Case
 from testing.oracle import (
@@ -35,6 +38,7 @@ from tests.unit.geometry.test_plan import plan_between
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
+NEVER: dict[str, Any] = {"never_cached": True}
 OF_FOUR = Shape(layers=3, kinds=("full", "sliding"), window=20, more=(More("of_4", row_tokens=4, layers=(0, 2)),))
 
 
@@ -264,6 +268,48 @@ def test_what_is_kept_is_what_the_oracle_says(kind: str) -> None:
         for size, begins_inside in itertools.product((1, 2), (False, True)):
             group = Group(kind=kind, block_tokens=16, blocks=10, window=window, begins_inside=begins_inside)
             assert kept(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("sliding", 20), ("chunked", 4)])
+def test_what_no_prefix_cache_has_is_received_whole_whatever_is_local(kind: str, window: int) -> None:
+    group = Group(kind=kind, block_tokens=8, blocks=10, window=window, never_cached=True)
+    cached = msgspec.structs.replace(group, never_cached=False, begins_inside=True)
+    for first, end in itertools.combinations(range(60), 2):
+        assert needed(group, first, end, Shard()) == kept(group, end, Shard())
+        assert needed(cached, first, end, Shard()) == max(first, kept(group, end, Shard()))
+    pool = describe(replace(HYBRID, kinds=("full", kind), window=window))
+    pool = msgspec.structs.replace(pool, groups=(pool.groups[0], msgspec.structs.replace(pool.groups[1], **NEVER)))
+    (takes,) = assign([pool], pool)
+    spans = [(each.first, each.end) for each in plan(pool, pool, takes, 77, 79, 1 << 12).group_plans]
+    assert spans == [(77, 79), (kept(pool.groups[1], 79, Shard()), 79)]
+
+
+def _rows_of(ring: int, tokens: range) -> dict[int, int]:
+    """What a ring's rows hold, by the engine's own rule, once these tokens are computed one after another."""
+    return {token % ring: token for token in tokens}
+
+
+@pytest.mark.parametrize("made_of", [2, 3, 4, 8])
+def test_a_ring_is_carried_by_position_to_a_ring_of_any_other_length(made_of: int) -> None:
+    """For every prompt of up to several rings: what the row that is not whole is made of so far, and nothing else.
+
+    The sender may have computed the prompt's last token too, or have begun at a prefix, which ends where rows do.
+    """
+    for ours, theirs in itertools.product([made_of * n for n in (1, 2, 4)], repeat=2):
+        groups = [Group(kind="chunked", block_tokens=n, blocks=9, window=made_of, **NEVER) for n in (ours, theirs)]
+        for end in range(1, 3 * max(ours, theirs) + 2):
+            first = kept(groups[1], end, Shard())
+            assert range(first, end) == range(end // made_of * made_of, end)
+            places = [
+                BlockTable.of(group, Blocks(0, first // group.block_tokens, (5,))).places(first, end).tolist()
+                for group in groups
+                if first < end
+            ]
+            for place, ring in zip(places, (ours, theirs), strict=False):
+                assert place == [5 * ring + token % ring for token in range(first, end)]
+            for begin, more in itertools.product(range(0, first + 1, made_of), (0, 1)):
+                held = _rows_of(ours, range(begin, end + more))
+                assert [held.get(token % ours) for token in range(first, end)] == [*range(first, end)]
 
 
 def test_a_state_is_in_the_entry_of_its_last_token() -> None:

@@ -28,6 +28,7 @@ from tests.support.families import (
     MIMO,
     NVFP4_EXPERTS,
     STATES,
+    V41,
     Family,
     carried_recipes,
     config,
@@ -184,6 +185,17 @@ def test_other_forms_of_deepseek_v4_are_refused_as_by_sglangs_adapter() -> None:
         pools_of(read(DEEPSEEK_V4), parse("sglang --dsv4-attn-backend trtllm"), "m", "e")
     small = "sglang --tp 2 --enable-deepseek-v4-fp4-indexer"
     assert obstacles(DEEPSEEK_V4, small, small) == set() and "codec" in obstacles(DEEPSEEK_V4, small, "sglang")
+
+
+def test_deepseek_v41_is_carried_between_engines_of_vllm() -> None:
+    model = DEEPSEEK_V4 | V41
+    assert not obstacles(model, "vllm -tp 2", "vllm -tp 4 -pp 2")
+    kinds = {(plane.layer, plane.part): plane for plane in pools_of(read(model), parse("vllm"), "m", "e")[0].planes}
+    assert {part for layer, part in kinds if layer == 3} == {"latent", "latent_scale"}, "no source of rows"
+    assert "compressor" in {part for layer, part in kinds if layer == 2}
+    assert "scores" in obstacles(model, "vllm", "sglang")
+    plain = "vllm --attention-backend FLASHINFER_MLA_SPARSE_DSV41"
+    assert obstacles(model, plain, plain) == set() and obstacles(model, plain, "vllm") == {"codec"}
 
 
 @pytest.mark.parametrize("ratios", [[0, 8], [4], [0, 4, 128] * 14])
