@@ -66,8 +66,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Unix socket for the engine and `kvbridge status`",
             """
-            Its folder should be private (0750). The socket's own mode is 0600, or 0666 if `allowed_uids` names
-            somebody. The caller's uid decides who may speak.
+            Its folder should be private (0750). Who may speak is decided by uid.
             """,
         ),
     ] = "/run/kvbridge/agent-0.sock"
@@ -94,9 +93,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "File of our secret key (kvbridge keygen); empty: loopback only",
             """
-            Agents then encrypt what they say to each other, and say it only to who proves a key of `peers`. The
-            simplest fleet has the same file on every host, and needs no `peers`. (KV bytes are not encrypted:
-            SECURITY.md.)
+            Agents then speak encrypted, and only to who proves a key of `peers` (KV bytes are not encrypted:
+            SECURITY.md). The simplest fleet has the same file on every host, and needs no `peers`.
             """,
             max_length=4096,
         ),
@@ -167,7 +165,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             f"Where the engine's memory is: {DEVICE_WORDS}",
             """
-            A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says; "auto" a GPU if there is one.
+            A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says; "auto" the first GPU if there is one.
             """,
             pattern=DEVICES,
         ),
@@ -198,10 +196,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
             """
             A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes: 200 MiB of host memory
-            without a GPU; on a GPU 1.25 GiB of its memory and, unless `routes` leaves out "host", as much pinned host
-            memory. It is made at the start; by an agent whose `listen` and `dial` stay on loopback, with "pull" as its
-            first route and `share_memory`, when the first session needs it (by pull, never). Larger slots suit fast
-            links, more slots many requests at once. A chunk never exceeds the smaller slot of two agents.
+            without a GPU; on a GPU 1.25 GiB and, unless `routes` leaves out "host", as much pinned host memory. It is
+            made at the start; on loopback, with "pull" as the first route and `share_memory`, when the first session
+            needs it (by pull, never). Larger slots suit fast links, more slots many requests at once.
             """,
             sample=4 << 20,
         ),
@@ -258,8 +255,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
             """
-            A thread that sleeps starts late. Costs up to two cores while requests come, and none otherwise; without a
-            GPU, they are the engine's.
+            A thread that sleeps starts late. Costs up to two cores while requests come (docs/timeouts.md), and none
+            otherwise; without a GPU, they are the engine's.
             """,
             sample=0.0,
         ),

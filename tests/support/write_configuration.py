@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,16 +27,14 @@ PAGE_HEAD = """# The options of an agent
 
 Written from [kvbridge/options.py](../kvbridge/options.py) (`make golden`); do not edit.
 
-`slot_bytes` is a line of a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all), the
-variable `KVBRIDGE_SLOT_BYTES`, or the flag `--slot-bytes`. A flag beats the environment, the environment beats the
-file. What is true or false has two flags: `--share-memory`, `--no-share-memory`. Commas separate the parts of a list.
-`kvbridge config show` takes the same arguments, starts nothing, and prints every value and where it came from
-(`--json`: for programs).
+`slot_bytes` is a line of a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml)), the
+variable `KVBRIDGE_SLOT_BYTES`, or the flag `--slot-bytes`; a flag beats the environment, which beats the file. What is
+true or false has two flags: `--share-memory`, `--no-share-memory`. Commas separate the parts of a list. `kvbridge
+config show` takes the same arguments and prints every value and where it came from. An unknown name or a wrong value is
+refused (exit code 2). Variables that Kubernetes sets for a service called `kvbridge` are ignored.
 
-An unknown name is refused with the nearest known one, a wrong value with its place; the agent ends with 2. Variables
-that Kubernetes sets for a service called `kvbridge` are ignored. Adapters have options of their own: [those of both
-engines](../kvbridge/adapters/engine/options.py), [vLLM's](vllm.md#options), and
-[SGLang's](../kvbridge/adapters/sglang/options.py).
+Adapters have options of their own: [those of both engines](../kvbridge/adapters/engine/options.py),
+[vLLM's](vllm.md#options), and [SGLang's](../kvbridge/adapters/sglang/options.py).
 """
 
 
@@ -74,9 +73,15 @@ def _toml_section(title: str, names: list[str]) -> str:
 def _entry(name: str) -> str:
     default = defaults()[name]
     usual = "by device" if default is None else f"`{json.dumps(default)}`"
-    facts = f"{allowed(name)}; default {usual}"
+    facts = "; ".join(filter(None, (_bounds(name), f"default {usual}")))
     text = textwrap.fill(_said(name).replace("*", r"\*"), COLUMNS, break_on_hyphens=False, break_long_words=False)
     return f"\n### `{name}`\n\n{facts}\n\n{text}\n"
+
+
+def _bounds(name: str) -> str:
+    """What the default does not show of what is allowed, in short."""
+    told = re.sub(r"a(?: whole)? number, at least (\d+), at most (\d+)", r"\1 to \2", allowed(name))
+    return "" if re.match("text|true or false|a list of .* text", told) else told
 
 
 def _said(name: str) -> str:
