@@ -39,6 +39,7 @@ from ..exchange.orders import (
     Fill,
     Lend,
     Malformed,
+    Order,
     Progress,
     Pull,
     ReceiveOrder,
@@ -277,7 +278,7 @@ class DataPlane:
 
         def mapped() -> AttachedPool:
             try:
-                return AttachedPool.open_peer(pool, handles, kept, self.device)
+                return AttachedPool.open(pool, handles, kept, self.device, is_peers=True)
             finally:
                 close_fds(kept)
 
@@ -502,12 +503,8 @@ class DataPlane:
                 assert attached is not None
                 self._begin(order, attached, asked_at)
 
-    def _begin(
-        self,
-        order: SendOrder | Digest | Watch | ReceiveOrder | Fill | Warm | WarmPull,
-        attached: AttachedMemory,
-        asked_at: float,
-    ) -> None:
+    def _begin(self, order: Order, attached: AttachedMemory, asked_at: float) -> None:
+        """Take up an order that needs our engine's memory."""
         match order:
             case SendOrder():
                 self.send_orders.order(order, attached, asked_at)

@@ -17,6 +17,7 @@ from kvbridge_proto.pool import Handle
 
 from ..device import driver
 from ..errors import EngineError, OperatorError
+from ..values import replace
 from .handles import VMM_SIZE_BYTES
 
 OWN_MEMORY = {"CUDA_ERROR_INVALID_CONTEXT"}
@@ -268,17 +269,7 @@ class SharedHandles:
             _close(list(ours.values()))
             raise
         numbers = {theirs: number for number, theirs in enumerate(ours)}
-        kept = [
-            Handle(
-                region=each.region,
-                kind=each.kind,
-                device=each.device,
-                payload=each.payload,
-                offset=each.offset,
-                fd=None if each.kind == "cuda_ipc" else numbers[fd_of(each, fds)],
-            )
-            for each in handles
-        ]
+        kept = [replace(each, fd=None if each.kind == "cuda_ipc" else numbers[fd_of(each, fds)]) for each in handles]
         return cls(tuple(kept), tuple(ours.values()))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Every plane is checked against its region when the memory is mapped, and all of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -44,26 +44,17 @@ class AttachedPool:
         self._in_use = threading.Lock()
 
     @classmethod
-    def open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
+    def open(
+        cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu", is_peers: bool = False
+    ) -> Self:
         """Map every region of `pool`, on the agent's `device`. The fds stay the caller's, to close in any case.
 
-        EngineError for an invalid pool, handle or fd, OperatorError for memory not served on this device.
+        A peer's pool is only read, and any GPU may hold it. EngineError for an invalid pool, handle or fd,
+        OperatorError for memory not served on this device, `no_peer_access` if our GPU cannot reach the peer's.
         """
-        return cls._open(pool, handles, fds, lambda: mappings_for(device))
-
-    @classmethod
-    def open_peer(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
-        """Map a peer's pool, which our `device` will read, whichever GPU holds it.
-
-        Raises as `open`; OperatorError `no_peer_access` if our GPU cannot reach that one.
-        """
-        return cls._open(pool, handles, fds, lambda: peer_mappings_for(device))
-
-    @classmethod
-    def _open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], made: Callable[[], Mappings]) -> Self:
         _check_planes(pool)
         by_region = _by_region(pool, handles)
-        mappings = made()
+        mappings = peer_mappings_for(device) if is_peers else mappings_for(device)
         try:
             sizes = [region.size_bytes for region in pool.regions]
             memories = [mappings.map(handle, size, fds) for handle, size in zip(by_region, sizes, strict=True)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from kvbridge_proto.pool import Codec, Plane, Pool, Step
+from msgspec import structs
 
 from .plane_pair import PlanePair
 from .wire import is_same_scales, scales_of
@@ -195,13 +196,9 @@ def _plane_pair(run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> Plane
 def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> Plane:
     """The plane whose rows are the runs. Layer and part are those of its first run."""
     plane = side.plane
-    return Plane(
-        layer=plane.layer,
-        part=plane.part,
-        group=plane.group,
-        region=plane.region,
+    return structs.replace(
+        plane,
         offset=side.offset,
-        block_stride=plane.block_stride,
         token_axis=side.places,
         head_stride=plane.head_stride if run.heads > 1 else 0,
         element_axis=element_axis,
@@ -210,5 +207,4 @@ def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...
         total_heads=run.heads,
         codec=codec,
         name="folded",
-        row_tokens=plane.row_tokens,
     )

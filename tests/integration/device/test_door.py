@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
     """Its memory, open for reading; the descriptors are needed no longer."""
-    sender = AttachedPool.open_peer(build(SHAPES[name]).pool, handed.handles, handed.fds)
+    sender = AttachedPool.open(build(SHAPES[name]).pool, handed.handles, handed.fds, is_peers=True)
     handed.close_fds()
     return sender
 
@@ -78,7 +78,7 @@ from tests.integration.device.handed import NHD16
 from testing.pools import build
 async def main():
     with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0")) as handed:
-        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds).hold() as regions:
+        with AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds, is_peers=True).hold() as regions:
             print(int(regions[0][5]), flush=True)
             regions[0][5] = 77
 asyncio.run(main())
@@ -130,7 +130,7 @@ def test_a_region_that_is_not_what_its_pool_says_is_refused() -> None:
             (pool, on_gpu, "handle_kind_unsupported"),
         ):
             with refused(KVBridgeError, code):
-                AttachedPool.open_peer(wrong, handles, kept.fds)
+                AttachedPool.open(wrong, handles, kept.fds, is_peers=True)
 
 
 # What is kept to be handed over:

@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 def peer_of(handed: Handover, ours: str) -> AttachedPool:
     """The sender's pool, which is on cuda:0, as our GPU reads it."""
-    sender = AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds, ours)
+    sender = AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds, ours, is_peers=True)
     handed.close_fds()
     return sender
 
@@ -112,7 +112,7 @@ def test_memory_is_back_soon_after_the_last_reader_has_closed(path: Path, ours: 
 
 def test_our_own_memory_is_refused_by_name() -> None:
     with shared_on(filled(NHD16), "cuda:0") as (_, handles, fds), refused(KVBridgeError, "own_memory"):
-        AttachedPool.open_peer(build(NHD16).pool, handles, fds, "cuda:0")
+        AttachedPool.open(build(NHD16).pool, handles, fds, "cuda:0", is_peers=True)
 
 
 def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
@@ -128,7 +128,7 @@ def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
                     for each in handed.handles
                 ]
                 with pytest.raises(KVBridgeError) as raised:
-                    AttachedPool.open_peer(build(NHD16).pool, far, [0], "cuda:0")
+                    AttachedPool.open(build(NHD16).pool, far, [0], "cuda:0", is_peers=True)
                 assert raised.value.code == "no_peer_access" and "GPU-far" in str(raised.value)
 
     monkeypatch.setattr(driver, "can_access_peer", lambda gpu, peer: False)
@@ -141,7 +141,7 @@ def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: byte
         with Sender(path, "nhd16", "cuda:0") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
             bad = [change(each, payload=spoilt) for each in handed.handles]
             with refused(KVBridgeError, "region_unmappable"):
-                AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
+                AttachedPool.open(build(NHD16).pool, bad, [], "cuda:0", is_peers=True)
             with closing(peer_of(handed, "cuda:0")) as pool:  # what was refused left nothing in the way
                 assert pulled(NHD16, pool, HND64, "cuda:0", move) == ""
 
