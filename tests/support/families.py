@@ -299,6 +299,7 @@ FAMILIES = (
         latents("kimi_linear", 27, linear_attn_config=KDA),
         "KDA states, MLA",
         "HybridLinearKVPool",
+        on_engines=(GPU_STATES, "", ""),
     ),
     Family(
         "Mamba 2 states and full attention",
@@ -314,7 +315,7 @@ FAMILIES = (
         config("falcon_h1", 44, 12, 2, 128, **{f"mamba_{name}": size for name, size in FALCON.items()}),
         "Mamba 2 states, full",
         "HybridLinearKVPool",
-        on_engines=(CPU_STATES, "", ""),
+        on_engines=(f"{GPU_STATES}, {CPU_STATES}", "", ""),
     ),
     Family(
         "Mamba 1 states and full attention",
@@ -322,6 +323,7 @@ FAMILIES = (
         config("jamba", 32, 32, 8, 128, hidden_size=4096, attn_layer_period=8, attn_layer_offset=4, **JAMBA),
         "Mamba 1 states, full",
         "",
+        on_engines=(GPU_STATES, "", ""),
     ),
     Family(
         "convolution states and full attention",
@@ -329,7 +331,7 @@ FAMILIES = (
         config("lfm2", 16, 32, 8, 64, hidden_size=2048, layer_types=["conv", "conv", "full_attention", "conv"] * 4),
         "convolutions, full",
         "HybridLinearKVPool",
-        on_engines=("", CPU_SGLANG_STATES, ""),
+        on_engines=(GPU_STATES, CPU_SGLANG_STATES, ""),
     ),
     Family(
         "lightning states and latents",
@@ -337,6 +339,7 @@ FAMILIES = (
         latents("bailing_hybrid", 32, num_attention_heads=64, head_dim=128, layer_group_size=8),
         "lightning states, MLA",
         "HybridLinearKVPool",
+        on_engines=(GPU_STATES, "", ""),
     ),
     Family(
         "states, latents, index keys and rings",
