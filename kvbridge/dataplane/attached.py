@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from kvbridge_proto.engine import READERS_S, Attach, ToEngine
 
@@ -171,11 +171,8 @@ class Stoppable(Protocol):
 class WaitOnLoop(Value):
     """Is polled until it `is_over`, then the job is resumed with None.
 
-    EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (LATE: its code and
-    reason).
+    EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (`late`).
     """
-
-    LATE: ClassVar[tuple[str, str]]
 
     attached: AttachedMemory
     deadline: float
@@ -185,7 +182,7 @@ class WaitOnLoop(Value):
         raise NotImplementedError
 
     def late(self) -> EngineError:
-        return EngineError(*self.LATE)
+        raise NotImplementedError
 
 
 class WaitFence(WaitOnLoop):
@@ -205,19 +202,18 @@ class WaitFence(WaitOnLoop):
 class WaitEngineHeard(WaitOnLoop):
     """Until the loop has read all that the engine had sent by `at`."""
 
-    LATE = "engine_unheard", "what the engine said was not heard in time"
-
     at: float
 
     @property
     def is_over(self) -> bool:
         return self.attached.liveness.heard_at >= self.at
 
+    def late(self) -> EngineError:
+        return EngineError("engine_unheard", "what the engine said was not heard in time")
+
 
 class WaitLease(WaitOnLoop):
     """Until the lease covers `at`, or the transfer has ended."""
-
-    LATE = "lease_over", "the sender did not say in time that its blocks were still there"
 
     lease: Lease
     at: float
@@ -226,11 +222,12 @@ class WaitLease(WaitOnLoop):
     def is_over(self) -> bool:
         return self.lease.is_given_up or self.lease.counts(self.at)
 
+    def late(self) -> EngineError:
+        return EngineError("lease_over", "the sender did not say in time that its blocks were still there")
+
 
 class WaitCopier(WaitOnLoop):
     """Until the copier may begin another move."""
-
-    LATE = "too_many_moves", "other moves did not end in time"
 
     copier: BlockCopier
 
@@ -238,17 +235,21 @@ class WaitCopier(WaitOnLoop):
     def is_over(self) -> bool:
         return self.copier.has_room
 
+    def late(self) -> EngineError:
+        return EngineError("too_many_moves", "other moves did not end in time")
+
 
 class WaitKernels(WaitOnLoop):
     """Until kernels are compiled, or failed to compile."""
-
-    LATE = "not_compiled", "kernels were not compiled in time"
 
     compiling: Compiling
 
     @property
     def is_over(self) -> bool:
         return self.compiling.is_over()
+
+    def late(self) -> EngineError:
+        return EngineError("not_compiled", "kernels were not compiled in time")
 
 
 class WaitMove(Value):
