@@ -44,6 +44,8 @@ def _codes(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from _code(node.elts[0])  # ("code", f"..."), ("code", reason) or ("code", that.reason)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
             yield from _code(node.value)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LATE":
+            yield from _code(node.value.elts[0]) if isinstance(node.value, ast.Tuple) else ()  # LATE = code, reason
         elif isinstance(node, ast.BoolOp) and ast.unparse(node.values[0]).endswith("code"):
             yield from _code(node.values[-1])
 
