@@ -21,7 +21,7 @@ from testing.pools import ranks_of
 
 BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "fp4_mx_block16", "mxfp4", "int4_row_scale")
 LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")
-PACKED_LATENT: dict[CodecName, int] = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
+PACKED_LATENT: dict[CodecName, int] = {"fp8_ds_v4": 512, "nvfp4_ds_mla": 576}
 LAYOUTS = ("nhd", "packed_hnd", "cross_layer", "cpu_vec")
 BLOCKS = (1, 16, 48)
 RANKS = (1, 2, 4, 8)

@@ -35,7 +35,7 @@ STATES = {"conv_x": (4, 6), "conv_b": (1, 6), "state": (4, 20)}
 CONV_ROWS = 3  # of a convolution's numbers
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others: 1
 # Codecs whose rows have fewer bytes than numbers, or more.
-ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
+ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "nvfp4_ds_mla": 352}
 HALF = ("int4_row_scale", "nvfp4", "fp4_mx_block16", "mxfp4")
 # How many numbers share one scale of a byte.
 SCALE_BLOCK: dict[str, int] = {"mxfp8_e4m3": 32, "nvfp4": 16, "fp4_mx_block16": 16, "mxfp4": 32}

@@ -32,7 +32,6 @@ MOST_LETTERS = 1024  # in one reason
 WHOLE_ROWS: dict[str, tuple[int, int]] = {
     "fp8_ds_mla": (656, 576),
     "fp8_ds_v4": (576, 0),
-    "fp8_ds_v41": (528, 0),
     "nvfp4_ds_mla": (352, 0),
 }
 

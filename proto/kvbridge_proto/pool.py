@@ -33,7 +33,6 @@ CodecName = Literal[
     "mxfp4",
     "fp8_ds_mla",
     "fp8_ds_v4",
-    "fp8_ds_v41",
     "nvfp4_ds_mla",
     "pow2_fp32",
     "ue8m0_x4",
@@ -64,8 +63,8 @@ class Codec(Struct, frozen=True, kw_only=True):
     `row_bytes` excludes them; value = stored * scale in memory * scale. `mxfp8_e4m3` has an exponent for 32 numbers,
     `mxfp4` one for 32 of E2M1, `fp4_mx_block16` for 16, `nvfp4` an e4m3 number for 16. The plane of scales' rows have
     the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`): fp32, or a power of two
-    as an fp32 (`pow2_fp32`, read as any fp32) or as its exponent in each of four bytes (`ue8m0_x4`). In three codecs
-    the row contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    as an fp32 (`pow2_fp32`, read as any fp32) or as its exponent in each of four bytes (`ue8m0_x4`). In two codecs
+    the row contains all it needs: `fp8_ds_mla` (656 bytes), `nvfp4_ds_mla` (352).
     `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
     single bytes.
     """

@@ -90,7 +90,6 @@ ODD = "stride: {} bytes to a scale, must be a multiple of 4"  # the latent of 65
         (mla("fp8_ds_mla"), {"row_bytes": 640}, "row_bytes: 640, fp8_ds_mla has 656"),
         (mla("fp8_ds_mla"), {"width": 512}, "width: 512, fp8_ds_mla has 576"),
         (mla("fp8_ds_v4"), {"row_bytes": 584}, "row_bytes: 584, fp8_ds_v4 has 576"),
-        (mla("fp8_ds_v41"), {"row_bytes": 584}, "row_bytes: 584, fp8_ds_v41 has 528"),
         (mla("nvfp4_ds_mla"), {"row_bytes": 353}, "row_bytes: 353, nvfp4_ds_mla has 352"),
         (mla("bf16"), {"width": 575}, "width: 575, the model's key_width 576"),
         (mla("fp8_ds_mla"), {"offset": 2}, ODD.format(2)),

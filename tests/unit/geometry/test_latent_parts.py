@@ -115,7 +115,7 @@ def test_only_one_head_of_dense_rows_is_cut(name: str) -> None:
         change(plane, element_axis=(Step(2, count // 2 * codec.element_bytes), Step(count // 2, codec.element_bytes))),
         change(plane, heads=2, total_heads=2),
         change(plane, codec=change(codec, width=codec.width - 60)),
-        change(plane, codec=change(codec, name="fp8_ds_v41")),
+        change(plane, codec=change(codec, name="nvfp4_ds_mla")),
         change(plane, codec=change(codec, row_bytes=codec.row_bytes - 16)),
     ):
         assert not is_cuttable(wrong)

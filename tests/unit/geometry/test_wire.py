@@ -35,7 +35,6 @@ ROW_BYTES = {
     "mxfp4": 288,
     "fp8_ds_mla": 656,
     "fp8_ds_v4": 576,
-    "fp8_ds_v41": 528,
     "nvfp4_ds_mla": 352,
     **{name: WIDTH * size for name, size in POWERS.items()},
     "opaque": 656,
@@ -62,7 +61,7 @@ def test_scales_are_known_by_their_part(part: str, expected: bool) -> None:
 def test_names_are_codecs() -> None:
     names = set(get_args(CodecName))
     assert {*PLAIN, *ROW_SCALED, *ROW_SCALED.values(), *SCALED_ROWS} <= names
-    assert not SCALED_ROWS & {*PLAIN, "fp8_ds_mla", "fp8_ds_v41", "nvfp4_ds_mla", "opaque"}
+    assert not SCALED_ROWS & {*PLAIN, "fp8_ds_mla", "nvfp4_ds_mla", "opaque"}
 
 
 def test_every_codec_of_8_bits_has_a_bound_of_error() -> None:
