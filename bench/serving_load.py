@@ -6,9 +6,11 @@ Pure, except `drive`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
+import statistics
 import time
 import zlib
 from collections.abc import Sequence
@@ -21,18 +23,26 @@ from bench.timing import quantile
 from kvbridge.errors import KVBridgeError
 from kvbridge.proxy.events import DONE, ERROR_EVENT, Events
 
-SHORTEST, LONGEST = 128, 2048  # tokens of a prompt
-ANSWER = 32  # tokens of an answer
-WORDS = 1023  # words of the model's tokenizer: the numbers from 1 on
+WORDS = 1023  # words of the model's tokenizer that prompts are made of: the numbers from 1 on
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of the shortest and the longest prompt, and of each answer."""
+
+    shortest: int = 128
+    longest: int = 2048
+    answer: int = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt of `tokens` words, to be sent `at_s` after the start."""
+    """A prompt of `tokens` words, to be sent `at_s` after the start, for an answer of `answer` tokens."""
 
     at_s: float
     tokens: int
     prompt: str
+    answer: int
 
 
 @dataclass(slots=True)
@@ -63,22 +73,22 @@ class Answer:
             self.tokens_s += [now] * len(text.split())
 
 
-def asks(rate: float, seconds: float, seed: int) -> list[Ask]:
+def asks(load: Load, rate: float, seconds: float, seed: int) -> list[Ask]:
     """`rate` times `seconds` Poisson arrivals. A seed gives the same prompts at any rate."""
-    prompts, times = one_by_one(max(1, round(rate * seconds)), seed), random.Random(seed + 1)
+    prompts, times = one_by_one(load, max(1, round(rate * seconds)), seed), random.Random(seed + 1)
     moments = sorted(times.uniform(0.0, seconds) for _ in prompts)
     return [replace(each, at_s=at_s) for each, at_s in zip(prompts, moments, strict=True)]
 
 
-def one_by_one(count: int, seed: int) -> list[Ask]:
+def one_by_one(load: Load, count: int, seed: int) -> list[Ask]:
     """Prompts without arrival times."""
     chance = random.Random(seed)
-    return [Ask(0.0, *prompt(chance)) for _ in range(count)]
+    return [Ask(0.0, *prompt(load, chance), load.answer) for _ in range(count)]
 
 
-def prompt(chance: random.Random) -> tuple[int, str]:
+def prompt(load: Load, chance: random.Random) -> tuple[int, str]:
     """The length and text of a prompt. Lengths are uniform in their logarithm."""
-    tokens = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
+    tokens = round(math.exp(chance.uniform(math.log(load.shortest), math.log(load.longest))))
     return tokens, " ".join(str(chance.randint(1, WORDS)) for _ in range(tokens))
 
 
@@ -91,24 +101,40 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
     for name, values in (("ttft", [each.ttft_s for each in answers]), ("tbt", gaps), ("whole", whole)):
         for share in (50, 99):
             found[f"{name}_p{share}_ms"] = round(quantile(values, share / 100) * 1e3, 2)
+    found["ttft_mean_ms"] = round(statistics.fmean(each.ttft_s for each in answers) * 1e3, 2)
     return found
+
+
+def histogram(page: str, series: str, label: str) -> tuple[float, float] | None:
+    """The sum and the count of a histogram that a page of metrics has, or of those with `label`."""
+    lines = [line for line in page.splitlines() if line.startswith(f"{series}_") and label in line]
+    told = [
+        [float(line.split()[-1]) for line in lines if line.startswith(f"{series}_{what}")] for what in ("sum", "count")
+    ]
+    return (sum(told[0]), sum(told[1])) if all(told) else None
 
 
 def digest(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-async def drive(url: str, model: str, asked: Sequence[Ask], patience_s: float, at_once: bool = True) -> list[Answer]:
-    """Send each prompt at its time, whatever became of those before. Unless `at_once`, wait for each answer."""
+async def drive(
+    urls: Sequence[str], model: str, asked: Sequence[Ask], patience_s: float, at_once: bool = True
+) -> list[Answer]:
+    """Send each prompt at its time, whatever became of those before. Unless `at_once`, wait for each answer.
+
+    The servers at `urls` take turns.
+    """
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=patience_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         if not at_once:
-            return [await _asked(http, url, model, each, time.perf_counter()) for each in asked]
+            turns = zip(asked, itertools.cycle(urls), strict=False)
+            return [await _asked(http, url, model, each, time.perf_counter()) for each, url in turns]
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             started = []
-            for each in asked:
+            for each, url in zip(asked, itertools.cycle(urls), strict=False):
                 await asyncio.sleep(max(0.0, began + each.at_s - time.perf_counter()))
                 started.append(tasks.create_task(_asked(http, url, model, each, began + each.at_s)))
         return [task.result() for task in started]
@@ -117,7 +143,7 @@ async def drive(url: str, model: str, asked: Sequence[Ask], patience_s: float, a
 async def _asked(http: aiohttp.ClientSession, url: str, model: str, ask: Ask, due_s: float) -> Answer:
     """Does not raise: errors of the server are in the answer."""
     answer = Answer(due_s)
-    body: dict[str, Any] = {"model": model, "prompt": ask.prompt, "max_tokens": ANSWER, "temperature": 0}
+    body: dict[str, Any] = {"model": model, "prompt": ask.prompt, "max_tokens": ask.answer, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True, "skip_special_tokens": False}
     try:
         async with http.post(f"{url}/v1/completions", json=body) as reply:
@@ -131,8 +157,8 @@ async def _asked(http: aiohttp.ClientSession, url: str, model: str, ask: Ask, du
                         is_done = True
                     else:
                         answer.take(event, now)
-        if not is_done or len(answer.tokens_s) != ANSWER:
-            raise ValueError(f"{len(answer.tokens_s)} tokens of {ANSWER}, done: {is_done}")
+        if not is_done or len(answer.tokens_s) != ask.answer:
+            raise ValueError(f"{len(answer.tokens_s)} tokens of {ask.answer}, done: {is_done}")
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, KVBridgeError) as error:
         answer.error = f"{type(error).__name__}: {error}"[:500]
     return answer

@@ -81,9 +81,9 @@ def write_weights(
     return folder
 
 
-def write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer for `vllm serve`, where prompts are text. Its words are the numbers from 1 to 1023."""
-    words = {UNKNOWN: 0} | {str(number): number for number in range(1, VOCABULARY)}
+def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> Path:
+    """Write a tokenizer for `vllm serve`, where prompts are text. Its words are the numbers below `vocabulary`."""
+    words = {UNKNOWN: 0} | {str(number): number for number in range(1, vocabulary)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

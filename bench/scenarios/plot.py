@@ -30,6 +30,17 @@ SERVING = (
     (
         "vLLM",
         (
+            ("both", "two engines that do both", FAINT, "o-"),
+            ("nixl", "NixlConnector", BASELINE, "o-"),
+            ("kvbridge", "kvbridge", COLORS["direct"], "o-"),
+            ("nixl-16-64", "NixlConnector, block 16 to 64", BASELINE, "o:"),
+            ("kvbridge-16-64", "kvbridge, block 16 to 64", COLORS["host"], "o-"),
+            ("kvbridge-bf16-fp8", "kvbridge, bf16 to fp8", COLORS["pull"], "o-"),
+        ),
+    ),
+    (
+        "vLLM",
+        (
             ("vllm-alone", "one engine, one core", FAINT, "o-"),
             ("vllm-alone-two-cores", "one engine, both cores", INK, "o-"),
             ("vllm-nixl", "NixlConnector", BASELINE, "o-"),
@@ -182,7 +193,8 @@ def served(found: Mapping[str, Any], path: Path) -> None:
         row[2].set_ylabel("ms between tokens")
     for axes in panels[-1]:
         axes.set_xlabel("requests a second")
-    title = "Serving on two cores, a small model: p50, and faint p99"
+    where = "on two GPUs, Llama-8B's shape" if found.get("gpus") else "on two cores, a small model"
+    title = f"Serving {where}: p50, and faint p99"
     _finish(figure, [axes for row in panels for axes in row], found, title, path)
 
 
@@ -194,7 +206,8 @@ def _measured(
     for setup, label, color, line in setups:
         points = [point for row in _rows(found["rows"], setup=setup) for point in row["points"]]
         if points:
-            lines.append((label, color, line, [(rate, _medians(_rows(points, rate=rate))) for rate in found["rates"]]))
+            known = [rate for rate in found["rates"] if _rows(points, rate=rate)]
+            lines.append((label, color, line, [(rate, _medians(_rows(points, rate=rate))) for rate in known]))
     return lines
 
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.record import ROOT, machine
 from bench.scenario import Bench
-from bench.serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one
+from bench.serving_load import Answer, Ask, Load, asks, digest, drive, figures, one_by_one
 from demo.model import HEAD_WIDTH, KV_HEADS
 from demo.processes import free_port
 from testing.agents import AgentProcess, agent
@@ -51,6 +51,7 @@ MODEL = """import pathlib, sys
 from demo.model import write_model, write_tokenizer
 folder, layers, inner = sys.argv[1:]
 write_tokenizer(write_model(pathlib.Path(folder), num_hidden_layers=int(layers), intermediate_size=int(inner)))"""
+LOAD = Load()
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
 ROOM = 65536  # tokens for which each engine has room
 BATCH = 2048  # most tokens of one step: vLLM's default
@@ -170,22 +171,29 @@ def _pin(leads: int, cores: set[int]) -> None:
                 os.sched_setaffinity(int(thread.name), cores)
 
 
+def transfer(carrier: str, role: str, socket: Path, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """vLLM's --kv-transfer-config for a prefill or decode engine, and the environment that it needs."""
+    config: dict[str, Any] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
+    if carrier == "kvbridge":
+        config |= {"kv_connector": "KVBridgeConnector", "kv_load_failure_policy": "fail"}
+        config |= {"kv_connector_module_path": "kvbridge.adapters.vllm.connector"}
+        return config | {"kv_connector_extra_config": {"kvbridge_socket": str(socket)}}, {}
+    config |= {"kv_connector": "NixlConnector", "kv_buffer_device": device, "engine_id": f"nixl-{role}"}
+    return config, {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+
+
 def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> HttpServer:
     port, environment = free_port(), dict(SETTINGS, OMP_NUM_THREADS=str(len(CORES[role])))
-    transfer: dict[str, Any] = {"kv_role": "kv_both"}
-    if setup.carrier == "kvbridge":
-        transfer |= {"kv_connector": "KVBridgeConnector", "kv_load_failure_policy": "fail"}
-        transfer |= {"kv_connector_module_path": "kvbridge.adapters.vllm.connector"}
-        transfer |= {"kv_connector_extra_config": {"kvbridge_socket": str(folder / f"{role}.sock")}}
-    elif setup.carrier == "nixl":
-        transfer |= {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "engine_id": f"nixl-{role}"}
-        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    flags: tuple[str, ...] = ()
+    if setup.carrier:
+        config, more = transfer(setup.carrier, role, folder / f"{role}.sock", "cpu")
+        environment, flags = environment | more, ("--kv-transfer-config", json.dumps(config))
     command = [
         *(str(VLLM), "-m", "demo.vllm_cpu", "serve", str(model), "--served-model-name", NAME),
         *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning", "--enforce-eager"),
-        *("--dtype", "float32", "--max-model-len", str(2 * LONGEST), "--max-num-batched-tokens", str(BATCH)),
+        *("--dtype", "float32", "--max-model-len", str(2 * LOAD.longest), "--max-num-batched-tokens", str(BATCH)),
         *("--block-size", str(block), "--num-gpu-blocks-override", str(ROOM // block), "--no-enable-prefix-caching"),
-        *(("--kv-transfer-config", json.dumps(transfer)) if setup.carrier else ()),
+        *flags,
     ]
     return HttpServer(command, port, folder / f"{role}-engine.log", {"PYTHONPATH": str(ROOT), **environment})
 
@@ -225,12 +233,15 @@ def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> Htt
         command += ["--prefill", prefill, bootstrap, "--decode", decode, *where]
     else:
         at = f",bootstrap={bootstrap}" if setup.engines[0] == "sglang" else ""
-        command = [*PROXY, "--prefill", f"{setup.engines[0]}={prefill}{at}"]
-        command += ["--decode", f"{setup.engines[1]}={decode}", "--listen", f"127.0.0.1:{port}"]
+        command = proxy_command(f"{setup.engines[0]}={prefill}{at}", f"{setup.engines[1]}={decode}", port)
     router = HttpServer(command, port, folder / f"{setup.name}-router.log")
     stack.callback(router.kill)
     router.wait_up("/health" if setup.router == "proxy" else "/readiness")
     return router
+
+
+def proxy_command(prefill: str, decode: str, port: int) -> list[str]:
+    return [*PROXY, "--prefill", prefill, "--decode", decode, "--listen", f"127.0.0.1:{port}"]
 
 
 class Busy:
@@ -274,31 +285,64 @@ def _spent_s(pid: int) -> float:
     return (int(told[11]) + int(told[12])) / TICKS
 
 
-def row_of(
-    setup: Setup, running: Running, url: str, parts: Mapping[str, int], expected: Sequence[str], chosen: Chosen
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Target:
+    """What a load is sent to: `urls` in turn. `parts` are those of `Running`, `row_bytes` one token's on the way."""
+
+    name: str
+    urls: tuple[str, ...]
+    parts: Mapping[str, int]
+    carried: Callable[[], float | None]
+    row_bytes: float
+
+    def ask(self, asked: Sequence[Ask], at_once: bool = True) -> list[Answer]:
+        """Raises AssertionError if an answer is an error, or if KV was not carried."""
+        before = self.carried()
+        answers = asyncio.run(drive(self.urls, NAME, asked, PATIENCE_S, at_once))
+        errors = [each.error for each in answers if each.error]
+        assert not errors, f"{self.name}: {len(errors)} of {len(answers)} failed: {errors[:3]}"
+        after, needed = self.carried(), sum(each.tokens - 1 for each in asked) * self.row_bytes
+        if before is not None and after is not None:
+            came = after - before
+            assert came >= needed, f"{self.name}: {came:.0f} bytes came, {needed:.0f} are those of the prompts"
+        return answers
+
+    def point(self, rate: float, asked: Sequence[Ask]) -> dict[str, Any]:
+        """The figures of one rate, which are printed too."""
+        busy = Busy(self.parts)
+        answers = self.ask(asked)
+        shares = busy.shares()
+        row = {"rate": rate, **figures(answers), "cores": shares}
+        times = "  ".join(f"{name.removesuffix('_ms')} {row[name]:7.1f}" for name in row if name.endswith("_ms"))
+        print(f"{self.name:22s} {rate:5.1f}/s: {row['answered_per_s']:5.2f}/s  ms: {times}", flush=True)
+        print(f"{'':22s} cores: " + "  ".join(f"{name} {each:.2f}" for name, each in shares.items()), flush=True)
+        return row
+
+
+def row_of(setup: Setup, target: Target, expected: Sequence[str], chosen: Chosen) -> dict[str, Any]:
     """One setup's row. `expected` has the digests of the first answers. It is empty for the first setup.
 
-    Raises AssertionError if an answer is an error, or is not as expected, or if KV was not carried.
+    Raises AssertionError if an answer is not as expected, and as `Target.ask` does.
     """
     found: dict[str, Any] = {"setup": setup.name, "router": setup.router, "blocks": list(setup.blocks)}
-    before = running.carried()
-    checked = one_by_one(CHECKED, CHECK_SEED)
-    answers = asyncio.run(drive(url, NAME, checked, PATIENCE_S, at_once=False))
+    checked = one_by_one(LOAD, CHECKED, CHECK_SEED)
+    if setup.is_only_tried:
+        answers = asyncio.run(drive(target.urls, NAME, checked, PATIENCE_S, at_once=False))
+        found["errors"] = sorted({each.error for each in answers if each.error})
+    else:
+        answers = target.ask(checked, at_once=False)
     found["answers"] = [digest(each.text) for each in answers]
     found["right"] = sum(map(operator.eq, found["answers"], expected)) if expected else None
     if setup.is_only_tried:
-        found["errors"] = sorted({each.error for each in answers if each.error})
         print(f"{setup.name}: {found['right']} of {CHECKED} answers right; errors: {found['errors'] or 'none'}")
         return found
-    _check(setup, running, checked, answers, before)
     assert found["right"] in (CHECKED, None), (
         f"{setup.name}: {found['right']} of {CHECKED} answers are an engine's alone"
     )
     found["one_by_one"] = figures(answers[WIRING:])
-    found["idle_cores"] = _idle(parts)
-    _settled(setup, asyncio.run(drive(url, NAME, asks(chosen.rates[0], 4.0, WARM_SEED), PATIENCE_S)))
-    found["points"] = [_point(setup, running, url, parts, rate, chosen.seconds) for rate in chosen.rates]
+    found["idle_cores"] = _idle(target.parts)
+    target.ask(asks(LOAD, chosen.rates[0], 4.0, WARM_SEED))
+    found["points"] = [target.point(rate, asks(LOAD, rate, chosen.seconds, SEED)) for rate in chosen.rates]
     return found
 
 
@@ -308,37 +352,6 @@ def _idle(parts: Mapping[str, int]) -> dict[str, float]:
     busy = Busy(parts)
     time.sleep(IDLE_S)
     return busy.shares()
-
-
-def _point(
-    setup: Setup, running: Running, url: str, parts: Mapping[str, int], rate: float, seconds: float
-) -> dict[str, Any]:
-    asked = asks(rate, seconds, SEED)
-    before, busy = running.carried(), Busy(parts)
-    answers = asyncio.run(drive(url, NAME, asked, PATIENCE_S))
-    shares = busy.shares()
-    _check(setup, running, asked, answers, before)
-    row = {"rate": rate, **figures(answers), "cores": shares}
-    times = "  ".join(f"{name.removesuffix('_ms')} {row[name]:7.1f}" for name in row if name.endswith("_ms"))
-    print(f"{setup.name:22s} {rate:5.1f}/s: {row['answered_per_s']:5.2f}/s  ms: {times}", flush=True)
-    print(f"{'':22s} cores: " + "  ".join(f"{name} {each:.2f}" for name, each in shares.items()), flush=True)
-    return row
-
-
-def _check(
-    setup: Setup, running: Running, asked: Sequence[Ask], answers: Sequence[Answer], before: float | None
-) -> None:
-    _settled(setup, answers)
-    after = running.carried()
-    if before is None or after is None:
-        return
-    needed = sum(each.tokens - 1 for each in asked) * ROW_BYTES
-    assert after - before >= needed, f"{setup.name}: {after - before:.0f} bytes came, {needed} are those of the prompts"
-
-
-def _settled(setup: Setup, answers: Sequence[Answer]) -> None:
-    errors = [each.error for each in answers if each.error]
-    assert not errors, f"{setup.name}: {len(errors)} of {len(answers)} failed: {errors[:3]}"
 
 
 def run(chosen: Chosen, folder: Path, rows: list[dict[str, Any]]) -> Iterator[None]:
@@ -358,7 +371,8 @@ def run(chosen: Chosen, folder: Path, rows: list[dict[str, Any]]) -> Iterator[No
                         server = front(setup, running, own, routing)
                         parts = running.parts | ({"router": server.process.pid} if setup.router else {})
                         expected: list[str] = next((row["answers"] for row in rows if "alone" in row["setup"]), [])
-                        row = row_of(setup, running, server.url, parts, expected, chosen)
+                        target = Target(setup.name, (server.url,), parts, running.carried, ROW_BYTES)
+                        row = row_of(setup, target, expected, chosen)
                         rows.append({"round": turn, "load_before": load, **row})
                         yield
 
@@ -385,6 +399,8 @@ def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> str:
 
 
 def _cell(points: Sequence[Mapping[str, Any]]) -> str:
+    if not points:
+        return ""
     names = ("answered_per_s", "ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms")
     answered, *times = (statistics.median(point[name] for point in points) for name in names)
     first, first_worst, gap, gap_worst = (f"{each:.0f}" for each in times)
@@ -414,7 +430,7 @@ def measure(
     if unknown := set(setups) - known.keys():
         sys.exit(f"--setups: {', '.join(unknown)} are none of {', '.join(known)}")
     chosen = Chosen(tuple(known[name] for name in setups), rates, seconds, rounds)
-    told = {"rates": list(rates), "seconds": seconds, "rounds": rounds, "answer_tokens": ANSWER}
+    told = {"rates": list(rates), "seconds": seconds, "rounds": rounds, "answer_tokens": LOAD.answer}
     rows = _kept(bench.out / "serving.json", told, setups)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(logs or name)

@@ -7,13 +7,15 @@ import json
 
 import pytest
 
-from bench.serving_load import LONGEST, SHORTEST, Answer, asks, figures, one_by_one
+from bench.serving_load import Answer, Load, asks, figures, histogram, one_by_one
 from bench.timing import quantile
+
+LOAD = Load()
 
 
 def test_prompts_come_at_the_rate_and_the_same_for_the_same_seed() -> None:
-    found = asks(50.0, 20.0, seed=3)
-    assert found == asks(50.0, 20.0, seed=3) != asks(50.0, 20.0, seed=4)
+    found = asks(LOAD, 50.0, 20.0, seed=3)
+    assert found == asks(LOAD, 50.0, 20.0, seed=3) != asks(LOAD, 50.0, 20.0, seed=4)
     assert len(found) == 1000
     times = [each.at_s for each in found]
     assert times == sorted(times) and times[0] >= 0.0 and times[-1] < 20.0
@@ -22,14 +24,16 @@ def test_prompts_come_at_the_rate_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_higher_rate_asks_the_same_prompts_and_more() -> None:
-    low, high = asks(2.0, 8.0, seed=3), asks(4.0, 8.0, seed=3)
+    low, high = asks(LOAD, 2.0, 8.0, seed=3), asks(LOAD, 4.0, 8.0, seed=3)
     assert [each.prompt for each in low] == [each.prompt for each in high[:16]]
     assert len(high) == 32
 
 
 def test_prompts_are_as_long_as_they_say_and_begin_differently() -> None:
-    found = one_by_one(200, seed=5)
-    assert all(SHORTEST <= each.tokens <= LONGEST and len(each.prompt.split()) == each.tokens for each in found)
+    found = one_by_one(LOAD, 200, seed=5)
+    assert all(
+        LOAD.shortest <= each.tokens <= LOAD.longest and len(each.prompt.split()) == each.tokens for each in found
+    )
     assert sum(each.tokens < 512 for each in found) > 60 < sum(each.tokens > 512 for each in found)
     assert len({tuple(each.prompt.split()[:4]) for each in found}) == 200
 
@@ -59,3 +63,18 @@ def test_every_token_has_the_time_of_its_event() -> None:
 def test_an_error_in_the_stream_is_one() -> None:
     with pytest.raises(ValueError, match="no room"):
         Answer(0.0).take(b'{"error": {"message": "no room"}}', 1.0)
+
+
+def test_a_histogram_is_read_by_its_label() -> None:
+    page = """# TYPE wait histogram
+wait_bucket{role="a",le="1.0"} 3.0
+wait_sum{role="a"} 1.5
+wait_count{role="a"} 3.0
+wait_sum{role="b"} 4.0
+wait_count{role="b"} 1.0
+wait_created{role="b"} 1e9
+waiting_sum 9.0
+"""
+    assert histogram(page, "wait", 'role="b"') == (4.0, 1.0)
+    assert histogram(page, "wait", "") == (5.5, 4.0)
+    assert histogram(page, "wait", 'role="c"') is None is histogram(page, "want", "")

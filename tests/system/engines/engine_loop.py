@@ -204,7 +204,7 @@ class Loop:
     def weights(self, seed: int) -> None:
         """Without them vLLM's own dummy weights stay, which engines of one size share and others do not."""
         try:
-            self.engine.collective_rpc(load_seeded, args=(seed,))
+            self.engine.collective_rpc(weights.load_seeded, args=(seed,))
         except Exception as error:  # whatever another vLLM has changed in its loader
             self.say(kind="weights", failure=f"{type(error).__name__}: {error}")
             return
@@ -283,17 +283,6 @@ def watch_received(scheduler: Any, seen: Callable[[str], None]) -> None:
         return finished(output)
 
     scheduler._update_from_kv_xfer_finished = finished_and_seen
-
-
-def load_seeded(worker: Any, seed: int) -> None:
-    """On a worker: weights that any sharding of this model shares, through vLLM's own loader."""
-    import torch
-
-    model = worker.get_model()
-    like = torch.empty(0, dtype=torch.bfloat16, device=worker.device)
-    with torch.no_grad():
-        model.load_weights(weights.seeded(worker.vllm_config.model_config.hf_config.to_dict(), like, seed))
-    torch.cuda.empty_cache()
 
 
 def grow_norms(worker: Any) -> None:

@@ -34,6 +34,24 @@ def seeded(config: dict[str, Any], like: Any, seed: int = SEED) -> Iterator[tupl
         yield name, values
 
 
+def load_seeded(worker: Any, seed: int = SEED) -> None:
+    """On a worker of vLLM: weights that any sharding of this model shares, through vLLM's own loader."""
+    import torch
+
+    model = worker.get_model()
+    like = torch.empty(0, dtype=torch.bfloat16, device=worker.device)
+    with torch.no_grad():
+        model.load_weights(seeded(worker.vllm_config.model_config.hf_config.to_dict(), like, seed))
+    torch.cuda.empty_cache()
+
+
+class Seeding:
+    """What vLLM's workers are extended by (--worker-extension-cls), for a server that is told over HTTP."""
+
+    def seed_weights(self) -> None:
+        load_seeded(self)
+
+
 def write(folder: Path) -> Path:
     """The demo's shape with these weights in bf16, for an engine that has to read them."""
     import torch

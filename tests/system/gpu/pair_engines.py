@@ -60,7 +60,7 @@ POOL_TOKENS = 24576  # of SGLang's
 DECODED = 16  # tokens that are compared
 LIKELY = 5  # tokens whose chances SGLang tells, at each place
 ALONE = "alone"
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "dtype": "bfloat16",

@@ -260,7 +260,7 @@ def main(script: type[Run], about: str, *packages: str) -> int:
     agent_options = dict(part.split("=", 1) for part in chosen.agent)
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         engines = Engines(Path(name), stack, chosen.cpu, agent_options)
-        stack.callback(_keep_logs, Path(name), chosen.out / f"{script.engine}_logs.tar.gz")
+        stack.callback(keep_logs, Path(name), chosen.out / f"{script.engine}_logs.tar.gz")
         run = script(chosen, machine(*packages), engines)
         run.all()
     run.report()
@@ -304,7 +304,7 @@ def _version(name: str) -> str:
         return "-"
 
 
-def _keep_logs(folder: Path, archive: Path) -> None:
+def keep_logs(folder: Path, archive: Path) -> None:
     """In one archive: few files come back from some machines."""
     with tarfile.open(archive, "w:gz") as kept:
         for path in [*folder.rglob("*.log"), *folder.rglob("*.times")]:
