@@ -130,8 +130,8 @@ class Clients:
                 self._sender.no_offer(message)
             case Release():
                 self._sender.release()
-            case Reclaim(blocks=blocks):
-                self._sender.do(self._sender.sending.reclaim(blocks, self._clock()))
+            case Reclaim(blocks=blocks) if (memory := self._current.memory) is not None:
+                self._sender.do(self._sender.sending.reclaim(blocks, self._clock(), memory.has_reached))
             case Expect() if not self._engines.is_closing:
                 self._receiver.expect(message)
             case Want(number=number, request=name) if self._engines.is_closing and not self._receiver.knows(number):

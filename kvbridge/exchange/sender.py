@@ -29,7 +29,7 @@ from .transfer import OpenAnswers, OpenOffer, OutgoingTransfer, SendingRoute
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one receiver
 MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 at their limit
-# A younger offer is not reclaimed: the router has only just heard that the prefill is done, and a claim may follow.
+# What was computed since is not reclaimed: the router has only just heard that the prefill is done, a claim may follow.
 FRESH_S = 0.25
 LOST_S = AWAITED_S  # in which a receiver that was only cut off comes again
 LATE_S = 1.0  # by which one rank may offer a prompt later than another
@@ -89,7 +89,7 @@ class Sender:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
-        offered.grown_at, offered.hold_s = now, offer.hold_s
+        offered.hold_s = offer.hold_s
         self._holds.set(offer.number, now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
@@ -317,13 +317,21 @@ class Sender:
             if call_of(rendezvous) == message.call:
                 self._undecided |= transfers
 
-    def reclaim(self, blocks: int, now: float) -> list[Action]:
-        """Our engine is short of `blocks` blocks: end offers that nobody has asked for, oldest first."""
+    def reclaim(self, blocks: int, now: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """Our engine is short of `blocks` blocks: end offers that nobody has asked for, oldest first.
+
+        It offers a prompt when it schedules its last tokens, and goes on asking while it is short. So an offer goes
+        once it has been seen computed for FRESH_S: `has_reached` says whether the engine's fence has reached a count.
+        """
         actions: list[Action] = []
         for offered in self.unclaimed(now):
             if blocks <= 0:
                 break
-            if now - offered.grown_at >= FRESH_S and offered.rendezvous not in self._waiting:
+            if offered.rendezvous in self._waiting or not has_reached(offered.fence):
+                continue
+            if offered.computed_by is None:
+                offered.computed_by = now
+            if now - offered.computed_by >= FRESH_S:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
                 actions += self._end_offer(offered, "reclaimed", reason, now)

@@ -275,7 +275,7 @@ class OpenOffer:
     over: tuple[str, str] | None = None  # (code, reason) why it ended early
     short: tuple[str, str] | None = None  # (code, reason) of the first transfer that ended without all its chunks
     began: float = 0.0
-    grown_at: float = 0.0  # when its engine last sent something about it
+    computed_by: float | None = None  # when its rows were first seen to be computed, while its engine lacked blocks
     hold_s: float = 0.0
 
     def grew(self, fence: int, tokens: int) -> None:

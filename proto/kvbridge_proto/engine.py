@@ -129,9 +129,10 @@ class NoOffer(Struct, frozen=True, kw_only=True, tag="no_offer"):
 
 
 class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
-    """I am short of this many blocks.
+    """I am short of this many blocks. Repeated while I am.
 
-    The agent releases the oldest offers that nobody has claimed or waits for, until they hold as many. Each of them is
+    The agent releases the oldest offers that nobody has claimed or waits for, until they hold as many: those that it
+    saw computed a quarter of a second ago or before, when it was told that I am short. Each of them is
     answered by its Released (`reclaimed`); this message itself is not answered.
     """
 

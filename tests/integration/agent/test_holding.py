@@ -80,6 +80,7 @@ def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(bench: Ben
         bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
     receiver.client.send(Expect(number=number_of("r0"), rendezvous="r0", sender=bench.address))
     sender.told(Held)
+    sender.client.send(Reclaim(blocks=2))
     time.sleep(FRESH_S)
     sender.client.send(Reclaim(blocks=2))
     gone = sender.released("r1")

@@ -148,10 +148,13 @@ def test_one_word_holds_one_offer_of_a_rendezvous(world: World) -> None:
     assert set(world.released()) == {"r2"}
 
 
-def reclaim(world: World, blocks: int) -> set[str]:
-    """Which offers end when the sender's engine is short of so many blocks."""
+def reclaim(world: World, blocks: int, short_s: float = FRESH_S, fence: int = 0) -> set[str]:
+    """Which offers end when the sender's engine is short of so many blocks for so long, at this count of its fence."""
     before = set(world.released())
-    world.do(world.sender, world.sender.sending.reclaim(blocks, world.now))
+    world.do(world.sender, world.sender.sending.reclaim(blocks, world.now, fence.__ge__))
+    if short_s:
+        world.now += short_s
+        world.do(world.sender, world.sender.sending.reclaim(blocks, world.now, fence.__ge__))
     new = set(world.released()) - before
     assert all(world.released()[name].code == "reclaimed" for name in new)
     return new
@@ -162,15 +165,18 @@ def test_the_oldest_go_first_and_no_more_than_needed(world: World) -> None:
         world.offer(f"r{number}", 64, 16)
         world.now += 1
     assert reclaim(world, 17) == {"r0", "r1"}
-    assert reclaim(world, 1) == {"r2"}
+    assert reclaim(world, 1, 0) == {"r2"}
 
 
-def test_an_offer_that_has_only_just_been_made_is_left(world: World) -> None:
+def test_an_offer_that_has_only_just_been_computed_is_left(world: World) -> None:
+    """A prompt is offered when its last tokens are scheduled: the steps until they are computed take their time."""
     world.offer("r", 64, 16)
-    world.now += FRESH_S / 2
-    assert reclaim(world, 100) == set()
-    world.now += FRESH_S
-    assert reclaim(world, 100) == {"r"}
+    (offered,) = world.sender.sending.offers.values()
+    offered.grew(7, offered.tokens)
+    world.now += 10
+    assert reclaim(world, 100, fence=6) == set()
+    assert reclaim(world, 100, FRESH_S / 2, fence=7) == set()
+    assert reclaim(world, 100, FRESH_S / 2, fence=7) == {"r"}
 
 
 def test_an_offer_that_is_still_computed_is_left(world: World) -> None:
@@ -240,7 +246,7 @@ def test_nobody_is_told_before_all_ranks_of_a_sender_can_hear_it() -> None:
 def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing(world: World) -> None:
     sender, receiver = world.senders[0], world.receivers[0]
     assert sender.sending.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
-    assert sender.sending.reclaim(1 << 40, 0.0) == []
+    assert sender.sending.reclaim(1 << 40, 0.0, bool) == []
     assert receiver.receiving.abandon(number_of("nobody"), 0.0) == []
 
 
