@@ -239,6 +239,7 @@ class Ready:
     target: Target
     pages: dict[str, str]
     row: dict[str, Any]
+    is_failed: bool = False  # at a lower rate: not asked any more
 
     def warm(self, chosen: Chosen, expected: Sequence[Answer]) -> list[Answer]:
         """Ask one by one, then some at once: sessions open and kernels are compiled. Returns the first answers."""
@@ -351,8 +352,13 @@ def measure(
                 found["rows"] += [each.row for each in up]
                 idle(up)
                 for rate, each in itertools.product(rates, up):
-                    if bench.spent_s < limit_s:
+                    if each.is_failed or bench.spent_s > limit_s:
+                        continue
+                    try:
                         each.point(rate, chosen)
-                        bench.write(found)
+                    except AssertionError as error:
+                        each.is_failed = True
+                        bench.problem(f"{each.setup.name} at {rate:g}/s", error)
+                    bench.write(found)
     print(table(found["rows"], rates))
     return found
