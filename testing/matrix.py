@@ -233,6 +233,10 @@ def states() -> Iterator[Case]:
             yield case(replace(receiver, codec="bf16", block_tokens=48, group_tokens={"state": 64}), receiver, number)
     for ours, theirs in itertools.permutations((1, 2, 4), 2):
         yield case(replace(whole, tp_size=ours), replace(whole, tp_size=theirs, layout="hnd"))
+    beside = replace(whole, kinds=("full", "state"))
+    for number, (one, other) in enumerate(itertools.permutations(SHARES, 2)):
+        sender, receiver = (replace(beside, cp_size=size, cp_interleave=run) for size, run in (one, other))
+        yield case(replace(sender, tp_size=1 + number % 2), replace(receiver, codec="fp32"), number)
 
 
 def block_scales() -> Iterator[Case]:
@@ -297,7 +301,6 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
     """Cases in which any two values of two axes meet at least once, if they can."""
     for chosen in pairwise(axes):
         kinds = chosen.get("kinds", ("full",))
-        has_state = "state" in kinds
         sides = []
         for side in ("sender", "receiver"):
             split, share = chosen[f"{side}_split"], chosen.get(f"{side}_share", (1, 1))
@@ -316,8 +319,8 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
                 pp_layers=split,
                 codec=codec,
                 scales=SCALES[scales],
-                cp_size=1 if has_state else share[0],
-                cp_interleave=1 if has_state else share[1],
+                cp_size=share[0],
+                cp_interleave=share[1],
             )
             sides.append(shape)
         sender, receiver = sides

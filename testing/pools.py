@@ -172,7 +172,7 @@ def build(shape: Shape, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0) ->
 
 def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0) -> Pool:
     """The record of one rank's pool."""
-    planes, sizes = _Planes(shape, tp_rank, pp_rank).described()
+    planes, sizes = _Planes(shape, tp_rank, pp_rank, cp_rank).described()
     return Pool(
         engine=Engine(kind="oracle", version="0", id=shape.layout),
         model=Model(
@@ -248,9 +248,10 @@ def codecs_of(shape: Shape) -> dict[str, Codec]:
 class _Planes:
     """The planes of one rank, and the sizes of its regions."""
 
-    def __init__(self, shape: Shape, tp_rank: int, pp_rank: int) -> None:
+    def __init__(self, shape: Shape, tp_rank: int, pp_rank: int, cp_rank: int) -> None:
         self._shape = shape
         self._tp_rank = tp_rank
+        self._state_rank = cp_rank * shape.tp_size + tp_rank  # a state's heads are cut by all ranks of a stage
         self._layers = _layers(shape, pp_rank)
         self._heads = split(shape.kv_heads, tp_rank, shape.tp_size)
         self._axes = LAYOUTS[shape.layout]
@@ -323,7 +324,8 @@ class _Planes:
         shape = self._shape
         name: CodecName = shape.codec if shape.codec in ELEMENT_BYTES else "bf16"
         size = ELEMENT_BYTES[name]
-        held = {part: split(heads, self._tp_rank, shape.tp_size) for part, (heads, _) in STATES.items()}
+        ranks = self._state_rank, shape.tp_size * shape.cp_size
+        held = {part: split(heads, *ranks) for part, (heads, _) in STATES.items()}
         block = sum(len(held[part]) * width for part, (_, width) in STATES.items()) * size + shape.pad_bytes
         channels = sum(len(held[part]) * STATES[part][1] for part in ("conv_x", "conv_b")) // CONV_ROWS
         row, channel = (size, CONV_ROWS * size) if "hnd" in shape.layout else (channels * size, size)

@@ -199,9 +199,6 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
                 needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
                 blocks = _block(kept, sender.shard), _block(wanted, receiver.shard)
                 yield Difference("block_tokens", *blocks, place, needs)
-        if kept.kind == wanted.kind == "state" and (token_shards[0][0] > 1 or token_shards[1][0] > 1):
-            needs = "no context parallel ranks where layers keep a state"
-            yield Difference("cp_size", token_shards[0][0], token_shards[1][0], place, needs)
 
 
 def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:

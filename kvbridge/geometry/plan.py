@@ -240,14 +240,14 @@ class Planner:
         They are as one side sees them, with arbitrary blocks. Empty if the two pools have nothing in common.
         """
         takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
-        if not self._token_shard.residues:
-            return []
         groups = [group for pool in (self._sender, self._receiver) for group in pool.groups if group.kind != "state"]
-        end_token = self._token_shard.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         token_shard = TokenShard.of(own.shard)
+        counted = self._token_shard if self._token_shard.residues else token_shard  # else they share states only
+        end_token = counted.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         tables = {}
         for index, group in enumerate(own.groups):
-            entries = -(-token_shard.count(end_token + 1) // group.block_tokens)
+            tokens = end_token + 1 if group.kind == "state" else token_shard.count(end_token + 1)
+            entries = -(-tokens // group.block_tokens)
             if group.kind == "state":  # only the last two entries: large blocks of the peer may make many
                 piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
             elif entries <= group.blocks:

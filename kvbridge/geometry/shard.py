@@ -72,25 +72,27 @@ def _of_part(held: Holdings, part: str) -> list[Holding]:
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
     """For each sender the rows that the receiver takes from it. Together they are all its rows, none twice.
 
-    Under context parallelism a row is taken from several senders, from each the tokens that both hold. If several
-    senders hold a head of the same tokens, the receiver takes it from one that it takes other rows from; else the
-    receivers spread over the holders by their tensor-parallel rank. So parts that every rank has whole come last.
+    Under context parallelism a row is taken from several senders, from each the tokens that both hold; a state is of
+    all tokens, and every rank has its own. If several senders hold a head of the same tokens, the receiver takes it
+    from one that it takes other rows from; else the receivers spread over the holders by their tensor-parallel rank.
+    So parts that every rank has whole come last.
     Draft layers that no sender has are left out: see unfilled.py. Raises PeerError naming the rows that no sender
     holds.
     """
     aligned = align_all(senders, receiver)
     held = [holdings(pool) for pool in aligned]
-    shares = _shares(senders, receiver)
+    shares, all_senders = _shares(senders, receiver), [Share(frozenset(range(len(senders))), "")]
     takes: list[list[Take]] = [[] for _ in senders]
     missing = unfilled(aligned, receiver)
     needed = [plane for plane in receiver.planes if plane.layer not in missing] if missing else receiver.planes
     wanted = holdings(msgspec.structs.replace(receiver, planes=tuple(needed)))
     whole = {plane.part for plane in receiver.planes if plane.heads == plane.total_heads}
+    states = {plane.part for plane in receiver.planes if receiver.groups[plane.group].kind == "state"}
     for part in sorted(wanted, key=lambda part: (part in whole, part)):
         for cell, holders in _cells(wanted[part], [_of_part(each, part) for each in held]):
             for first_head, end_head, able in _holders_of_heads(cell, holders):
                 heads = first_head, end_head
-                for share in shares:
+                for share in all_senders if part in states else shares:
                     chosen = [index for index in able if index in share.senders]
                     if not chosen:
                         raise _not_held(part, cell, heads, share, len(senders))

@@ -117,7 +117,7 @@ NO_BLOCKS: Places = np.empty(0, np.int64)
 class BlockTable:
     """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
 
-    Tokens are local tokens: under context parallelism only those of the rank's `token_shard`, without gaps.
+    Tokens are local tokens: under context parallelism only those of the `token_shard`, without gaps.
     A table is immutable: growing makes a new one, so one that the data plane thread reads never changes.
     """
 
@@ -128,8 +128,11 @@ class BlockTable:
 
     @classmethod
     def of(cls, group: Group, *pieces: Blocks, token_shard: TokenShard = ALL) -> BlockTable:
-        """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError."""
-        table = cls(group, 0, NO_BLOCKS, token_shard)
+        """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError.
+
+        Every context-parallel rank has its heads of a state whole, so a state's entries count all tokens.
+        """
+        table = cls(group, 0, NO_BLOCKS, ALL if group.kind == "state" else token_shard)
         for piece in pieces:
             table = table.extended(piece)
         return table

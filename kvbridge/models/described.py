@@ -132,9 +132,6 @@ def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool)
         yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")
     if command.is_drafting and model.state is not None and not model.state.takes_drafts_back:
         yield refusal("layer_unsupported", "vllm", "drafted state", f"{model.family}: --speculative-config")
-    if command.cp > 1:
-        reason = f"{model.family}: states, decode_context_parallel_size {command.cp}; needs 1"
-        yield OperatorError("context_parallel_unsupported", reason)
 
 
 def _refused_rows(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:

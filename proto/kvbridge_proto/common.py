@@ -45,7 +45,7 @@ class Blocks(Struct, frozen=True, array_like=True):
     Entry i holds tokens i * `block_tokens` to (i + 1) * `block_tokens` of those that this rank keeps, counted without
     gaps. Without context parallelism these are the request's tokens. With it they are the rank's own: rank 1 of 2 with
     an interleave of 1 keeps tokens 1, 3, 5, ...; its blocks of 16 hold tokens 1, 3, ..., 31 in entry 0 and
-    33, 35, ..., 63 in entry 1.
+    33, 35, ..., 63 in entry 1. Entries of states always count all tokens: every rank has its heads of a state whole.
     """
 
     group: Annotated[int, Meta(ge=0, lt=256)]

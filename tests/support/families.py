@@ -300,6 +300,7 @@ FAMILIES = (
         "KDA states, MLA",
         "HybridLinearKVPool",
         on_engines=(GPU_STATES, "", ""),
+        stopped=3,
     ),
     Family(
         "Mamba 2 states and full attention",

@@ -30,9 +30,9 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. 3 of Kimi K3 split tokens among ranks (decode context parallelism), which is refused
-beside states. Which forms those with compressed latents ask SGLang for was not looked at. All of MiniMax M3's are of
-vLLM, on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. Kimi K3's three (vLLM) split tokens among 8 ranks by decode context parallelism; each rank
+keeps its heads of a state whole. Which forms those with compressed latents ask SGLang for was not looked at. All of
+MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a

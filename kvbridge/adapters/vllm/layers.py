@@ -135,7 +135,7 @@ def members_of(
             if not isinstance(tensor, torch.Tensor):
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
             is_latent = type(spec).__name__ in LATENTS
-            state = state_of(name, spec, attention, shard.cp_size) if kind_of(spec) == "state" else None
+            state = state_of(name, spec, attention) if kind_of(spec) == "state" else None
             said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
             rope = _rope(attention, config) if is_latent else 0
             held = WHOLE if is_latent or state else _heads(name, spec, config, *rank)
@@ -254,13 +254,15 @@ def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
         )
     if kind != "MambaSpec":
         check_backend(name, attention, kind in LATENTS)
-    is_split = getattr(spec, "dcp_sharded", True)
-    if shard.cp_size > 1 and (not is_split or rows_of(attention) in COMPRESSED):
-        why = "rows of several tokens" if is_split else "dcp_sharded False"
+    if shard.cp_size == 1:
+        return
+    is_split, is_state = getattr(spec, "dcp_sharded", True), kind == "MambaSpec"
+    if is_split == is_state or rows_of(attention) in COMPRESSED:
+        why = f"dcp_sharded {is_split}" if is_split == is_state else "rows of several tokens"
         raise OperatorError(
             "context_parallel_unsupported",
-            f"{name}: {why}, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this layer's "
-            "tokens as kvbridge does; needs --decode-context-parallel-size 1",
+            f"{name}: {kind}, {why}, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this "
+            "layer's tokens as kvbridge does; needs --decode-context-parallel-size 1",
         )
 
 

@@ -22,7 +22,7 @@ from ..engine.unsupported import refusal
 from .backends import backend_of, rows_of
 
 
-def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
+def state_of(name: str, spec: Any, layer: Any) -> State:
     """Raises OperatorError for a state that is not carried, or is not where we look for it."""
     state = _state(layer)
     if state is None or getattr(spec, "tp_replicated", False):
@@ -32,9 +32,6 @@ def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
     if (drafts := drafted_blocks(spec)) and not state.takes_drafts_back:
         found = f"{name}: {backend_of(layer)}, num_speculative_tokens {drafts}"
         raise refusal("layer_unsupported", "vllm", "drafted state", found)
-    if shard_cp_size > 1:
-        reason = f"{name}: a state, decode_context_parallel_size {shard_cp_size}; needs 1"
-        raise OperatorError("context_parallel_unsupported", reason)
     return state
 
 

@@ -427,7 +427,7 @@ def test_ranks_of_prefill_context_parallelism_hold_the_same_heads() -> None:
         ({"kv_cache_dtype": "nvfp4", "dtype": torch.uint8}, "kv_cache_dtype nvfp4 in torch.uint8"),
         (
             {"kv_spec": spec(dcp_sharded=False), "shard": Shard(cp_size=2)},
-            "dcp_sharded False, decode_context_parallel_size 2",
+            "FullAttentionSpec, dcp_sharded False, decode_context_parallel_size 2",
         ),
         ({"backend": "CPU_ATTN", "order": "LBNH"}, "CPU attention needs dense cells"),
         ({"kv_spec": spec(num_kv_heads=4), "total_heads": 4}, r"expected \[B, 4, N, 16\]"),

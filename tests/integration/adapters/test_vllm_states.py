@@ -160,7 +160,7 @@ def described(kind: Kind, side: Side, rank: int, monkeypatch: pytest.MonkeyPatch
     size = spec.page_size_bytes
     pages = torch.full((BLOCKS, size + PADDING), 0xEE, dtype=torch.uint8)
     page = pages.view(torch.int8)[:, :size].unsqueeze(1).unsqueeze(1)
-    state = state_of(NAME, spec, layer, 1)
+    state = state_of(NAME, spec, layer)
     planes = state_planes(NAME, page, spec, state, (0, 0), BLOCKS, (rank, side.tp))
     memory = Memory.of(
         Engine(kind="vllm", version="", id=f"{side.tp}"),
@@ -207,9 +207,9 @@ GATED_STATE = State.gated_delta(4, 8, 5, 3, ROWS + 1)
 SPEC = MambaSpec(block_size=LENGTH, shapes=((3, 8), (2, 2, 2)), dtypes=DTYPES)
 
 
-def refuses(code: str, text: str, spec: Any = SPEC, of: Any = None, cp: int = 1) -> None:
+def refuses(code: str, text: str, spec: Any = SPEC, of: Any = None) -> None:
     with refused(OperatorError, code, text):
-        state_of(NAME, spec, of or GATED, cp)
+        state_of(NAME, spec, of or GATED)
 
 
 def test_other_states_are_refused_by_name() -> None:
@@ -228,12 +228,18 @@ def test_other_states_are_refused_by_name() -> None:
                 layer,
             )
         else:
-            assert state_of(NAME, drafted, layer, 1).takes_drafts_back
+            assert state_of(NAME, drafted, layer).takes_drafts_back
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
     cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="all")
     refuses("layer_unsupported", "mamba_cache_mode all: .+ of every block; needs --mamba-cache-mode align", spec=cached)
-    refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
+
+
+def test_a_state_may_stand_beside_rows_whose_tokens_ranks_split() -> None:
+    """vLLM before 0.32 does not say that each rank has it whole."""
+    layers._check(NAME, SPEC, GATED, Shard(tp_size=2, cp_size=2))
+    with refused(OperatorError, "context_parallel_unsupported", "MambaSpec, dcp_sharded True, decode_context_parallel"):
+        layers._check(NAME, replace(SPEC, dcp_sharded=True), GATED, Shard(tp_size=2, cp_size=2))
 
 
 def test_a_state_beside_attention_in_one_layer_has_a_number_after_the_models_layers() -> None:
@@ -313,6 +319,25 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
         one.steps(9)
         assert all(other.is_finished() for other in others) and blocks[state.ids[0]].ref_cnt == 1
         one.agent.say(Released(number=last.number, request="r"))
+        one.run()
+        one.assert_empty()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_split_tokens_name_blocks_of_their_share_and_of_the_whole_state(tmp_path: Path, mode: str) -> None:
+    """An entry of the attention's table stands for two blocks' tokens, one of the state's for one block's."""
+    one = world(tmp_path, mode, tp=8, cp=2)
+    for tokens in (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2, 65, 66, 200):
+        prompt = list(range(1000 * tokens, 1001 * tokens))
+        one.prefill(prompt=prompt)
+        one.steps(9)
+        entries, state = -(-(tokens - 1) // (2 * BLOCK)), (tokens - 2) // MODES[mode].block_size
+        for agent in one.agents:
+            offers = agent.take(Offer)
+            rows, states = ([piece for offer in offers for piece in offer.blocks if piece.group == i] for i in (0, 1))
+            assert [piece.first + at for piece in rows for at in range(len(piece.ids))] == list(range(entries))
+            assert [(piece.first, len(piece.ids)) for piece in states] == [(state, 1)]
+            agent.say(Released(number=offers[-1].number, request="r"))
         one.run()
         one.assert_empty()
 

@@ -314,7 +314,8 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         engine_id="engine-under-test",
     )
     described = ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="bfloat16")
-    parallel = ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp")
+    ranks = {"tensor_parallel_size": tp, "decode_context_parallel_size": more.pop("cp", 1)}
+    parallel = ParallelConfig(**ranks, distributed_executor_backend="mp")
     if drafts := more.pop("drafts", 0):
         ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": drafts}
         of = {"target_model_config": described, "target_parallel_config": parallel}

@@ -14,7 +14,7 @@ from kvbridge_proto.pool import GroupKind
 
 from kvbridge.loopback.messages import number_of
 from testing.agents import is_at_rest
-from testing.oracle import More, Shape, fill, mla, put_rows, rows_at, take_rows
+from testing.oracle import More, Shape, fill, mismatch, mla, put_rows, rows_at, take_rows
 from testing.pairs import Bench, Benches
 from testing.pools import Held
 from testing.waiting import wait_for
@@ -242,6 +242,22 @@ def test_a_rank_without_a_token_of_the_prompt_names_no_block(bench_of: Benches) 
         engine.want("r", bench.address, [3], range(4), **({"blocks": ()} if rank else {}))
     bench.done("r")
     bench.check([3], range(4))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_rank_without_a_token_of_the_prompt_gives_its_heads_of_a_state(route: str, bench_of: Benches) -> None:
+    """Under context parallelism every rank has its heads of a state whole."""
+    shape = Shape("nhd", kv_heads=1, kinds=("full", "state"), cp_size=4, cp_interleave=4)
+    bench = bench_of(shape, replace(shape, layout="hnd", cp_size=2), routes=f"{route},host")
+    given, wanted, tokens = {0: [2], 1: [5]}, {0: [3], 1: [7]}, range(6)
+    for rank, engine in enumerate(bench.senders):
+        fill(engine.held, given, tokens)
+        rows = () if rank > 1 else (Blocks(0, 0, (2,)),)
+        engine.offer("r", [], 6, blocks=(*rows, Blocks(1, 0, (5,))))
+    bench.want("r", [], tokens, blocks=(Blocks(0, 0, (3,)), Blocks(1, 0, (7,))))
+    bench.done("r")
+    for engine, before in zip(bench.receivers, bench.before, strict=True):
+        assert not (wrong := mismatch(engine.held, before, wanted, tokens)), wrong
 
 
 def test_two_hundred_regions_are_mapped_each_in_its_place(bench_of: Benches) -> None:

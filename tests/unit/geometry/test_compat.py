@@ -153,16 +153,14 @@ def test_a_window_comes_from_all_tokens_or_from_the_same_window(
     )
 
 
-def test_a_state_is_cut_by_heads_but_not_by_tokens() -> None:
+def test_a_state_is_cut_by_heads_and_every_context_parallel_rank_has_it() -> None:
     shape = replace(SHAPE, kinds=("full", "state"))
     pool, other = describe(shape), describe(replace(shape, tp_size=2))
     assert check_pool(pool) == () and verdict(pool, pool) == Same()
     assert verdict(pool, other) == Convertible(("tp_size: sender 1, receiver 2",))
     split = describe(replace(shape, cp_size=2))
-    assert reasons(split, split) == (
-        "cp_size: sender 2, receiver 2 (layer 1 conv_x and 2 more); "
-        "needs no context parallel ranks where layers keep a state",
-    )
+    assert check_pool(split) == () and verdict(split, split) == Same()
+    assert verdict(pool, split) == Convertible(("tp_size: sender 1, receiver 2", "cp_size: sender 1, receiver 2"))
 
 
 def test_refuses_a_state_of_another_width() -> None:

@@ -15,7 +15,7 @@ from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import TokenShard
 from testing.carried import carry
-from testing.oracle import Shape, build_all, is_own
+from testing.oracle import Shape, build, build_all, is_own
 from testing.pools import Held
 from testing.refusals import refused
 
@@ -97,6 +97,29 @@ def test_each_row_of_each_token_is_taken_once() -> None:
             assert found == Counter(needed)
 
 
+def test_a_state_is_taken_once_also_from_a_rank_without_common_tokens() -> None:
+    """A state's heads are cut by all ranks, so a rank may need them of one that has none of its tokens."""
+    shape = Shape(layers=2, kv_heads=1, kinds=("full", "state"), blocks=14, cp_interleave=16)
+    for ours, theirs in itertools.product((1, 2, 4), repeat=2):
+        senders, receivers = (build_all(replace(shape, cp_size=size)) for size in (ours, theirs))
+        for receiver in receivers:
+            takes = assign([sender.pool for sender in senders], receiver.pool)
+            found = Counter(
+                (take.part, head)
+                for taken in takes
+                for take in taken
+                if take.first_layer == 1
+                for head in range(take.first_head, take.end_head)
+            )
+            needed = {
+                (plane.part, plane.first_head + head)
+                for plane in receiver.pool.planes
+                if plane.layer == 1
+                for head in range(plane.heads)
+            }
+            assert found == Counter(needed)
+
+
 def test_receivers_spread_over_the_holders_of_their_tokens() -> None:
     """Eight ranks with all heads, four of them with each half of the tokens."""
     senders, receivers = engine(replace(REPLICATED, tp_size=4), 2, 16), engine(replace(REPLICATED, tp_size=8), 1, 1)
@@ -152,3 +175,10 @@ def test_samples_are_of_tokens_that_both_hold() -> None:
             parts = Planner(sender.pool, receiver.pool).samples(1 << 12, is_sender)
             assert bool(parts) == (sender.pool.shard.cp_rank % 2 == receiver.pool.shard.cp_rank)
             assert all(len(move.places) for part in parts for move in part.moves())
+
+
+def test_samples_of_ranks_without_common_tokens_are_of_states() -> None:
+    shape = Shape(kv_heads=1, kinds=("full", "state"), blocks=14, cp_size=2, cp_interleave=16)
+    sender, receiver = build(replace(shape, cp_size=4), cp_rank=1), build(shape, cp_rank=0)
+    parts = Planner(sender.pool, receiver.pool).samples(1 << 12, False)
+    assert parts and {move.plane.layer for part in parts for move in part.moves()} == {1}
