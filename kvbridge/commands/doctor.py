@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import of_libraries, resolve
-from ..doctor import machine, peer, routes, settings
+from ..doctor import machine, peer, rdma, routes, settings
 from ..doctor.entries import of_check, of_code
 from ..doctor.finding import CheckOutcome, DoctorCheck, Finding, Subject, failed
 from ..errors import KVBridgeError, OperatorError, did_you_mean
@@ -36,6 +36,7 @@ CHECKS = (
     DoctorCheck("sockets", "sockets", settings.sockets),
     DoctorCheck("listen", "address for other agents", settings.listen),
     DoctorCheck("metrics", "address for Prometheus", settings.metrics),
+    DoctorCheck("rdma", "RDMA devices", rdma.rdma),
     DoctorCheck("nixl", "NIXL", routes.nixl),
     *routes.checks(),
     DoctorCheck("peer", "another agent", peer.peer),

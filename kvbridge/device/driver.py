@@ -19,6 +19,7 @@ from ..values import Value
 KERNEL_GPUS = Path("/proc/driver/nvidia/gpus")
 IPC_HANDLE_BYTES = 64
 STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+PCI_ADDRESS_BYTES = 32  # "00000000:15:00.0" and a zero
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -72,6 +73,13 @@ class Gpu(Value):
     def use(self) -> None:
         """Make this the calling thread's context from here on."""
         _call("cuCtxSetCurrent", self.context)
+
+    @property
+    def pci_address(self) -> str:
+        """As the kernel spells it, with four digits for the domain: "0000:15:00.0"."""
+        address: bytes = _call("cuDeviceGetPCIBusId", PCI_ADDRESS_BYTES, _call("cuDeviceGet", self.ordinal))
+        domain, _, place = address.partition(b"\0")[0].decode().lower().partition(":")
+        return f"{int(domain, 16):04x}:{place}"
 
     @property
     def is_under_mps(self) -> bool:

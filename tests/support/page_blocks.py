@@ -84,6 +84,9 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("# CPUs", SGLANG),
         ("agent()", SGLANG),
     ],
+    "docs/rdma.md": [
+        ("kvbridge doctor --only rdma", "tests/integration/doctor/test_rdma.py::test_the_page_asks_doctor"),
+    ],
     "docs/systemd.md": [
         ("python3 -m venv", "changes the machine; the same in namespaces: tests/system/test_systemd.py"),
     ],
