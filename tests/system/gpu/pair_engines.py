@@ -156,6 +156,7 @@ class VLLM(Side):
     has_prefixes: bool = False  # it finds prefixes of prompts in its cache
     drafts: tuple[str, int] = ("", 0)  # by which method, and how many tokens in a step
     stages: tuple[int, ...] = ()  # of pipeline parallelism: how many layers each has
+    is_split: bool = False  # its ranks split the tokens of latents by decode context parallelism
     conv_order: str = "DS"  # of convolutions' rows in states; NixlConnector takes no other
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
@@ -454,6 +455,8 @@ class Engines:
         if side.stages:
             more["pipeline_parallel_size"] = len(side.stages)
             environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, side.stages))
+        if side.is_split:
+            more["decode_context_parallel_size"] = len(side.gpus)
         if side.model in STATES:
             environment["VLLM_SSM_CONV_STATE_LAYOUT"] = side.conv_order
             environment["VLLM_KIMI_K3_GEMM_AR"] = "0"  # for Kimi-Linear on one GPU, too, it imports CuTe DSL

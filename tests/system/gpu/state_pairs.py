@@ -6,7 +6,7 @@
 
 Needs vLLM and no network; one GPU, or two for engines of two ranks. The models have a few layers and seeded weights.
 What is compared is as in `sparse_pairs`; beside the rows of attention, the states of all layers, byte for byte, by the
-tests' own reading of vLLM's layers. Three sets of pairs:
+tests' own reading of vLLM's layers. Four sets of pairs:
 
   times   Qwen3.5 and Qwen3-Next (Gated DeltaNet), Nemotron-H (Mamba 2): timed as in `sparse_pairs`, TP and PP. In
           "cached" pairs both sides have the prefix cache, and have most of the prompts whose tokens are compared.
@@ -16,6 +16,8 @@ tests' own reading of vLLM's layers. Three sets of pairs:
   drafts  engines that draft by MTP or n-grams, other numbers of tokens or on one side only. Not timed. Rows of a layer
           that only the decode side has are zeros. `drafted` is how many tokens were drafted and accepted there, in
           requests that came. Models of a "cycle" go on with tokens that come again, so most drafts are accepted
+  split   KDA beside latents whose tokens two ranks split by decode context parallelism, to and from one rank. Not
+          timed; that rows are right only the tokens say
 """
 
 from __future__ import annotations
@@ -82,6 +84,13 @@ def kind_pairs(gpus: int) -> list[Pair]:
     return [Pair(model, vllm(model, "p", (0,), "DS"), vllm(model, "d", far, "SD")) for model in KINDS]
 
 
+def split_pairs() -> list[Pair]:
+    both, one = (
+        VLLM(f"kimi-{len(at)}", at, 64, model="kimi", backend="", is_split=len(at) > 1) for at in ((0, 1), (0,))
+    )
+    return [Pair("kimi-split-to-one", both, one), Pair("kimi-one-to-split", one, both)]
+
+
 def drafted_pairs() -> list[Pair]:
     """All on one GPU, in the order of their worth."""
 
@@ -112,7 +121,8 @@ def drafted_pairs() -> list[Pair]:
 
 class StateDrive(VLLMDrive):
     def compare_rows(self) -> str:
-        said = super().compare_rows()
+        are_split = any(isinstance(each.side, VLLM) and each.side.is_split for each in (self.sender, self.receiver))
+        said = "states only" if are_split else super().compare_rows()
         for length in self.row_tokens:
             came = self.decode(prompt(length, seed=350 + length), 2)
             named = (self.sender, came.sender_name), (self.receiver, came.receiver_name)
@@ -147,11 +157,16 @@ class StateRun(SparseRun):
 
     @staticmethod
     def more_options(parser: ArgumentParser) -> None:
-        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts")
+        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts,split")
 
     def every(self) -> list[Pair]:
         gpus = 1 if self.chosen.cpu else self.gpus
-        self.sets = {"times": timed_pairs(gpus), "kinds": kind_pairs(gpus), "drafts": drafted_pairs()}
+        self.sets = {
+            "times": timed_pairs(gpus),
+            "kinds": kind_pairs(gpus),
+            "drafts": drafted_pairs(),
+            "split": split_pairs(),
+        }
         return [pair for name in self.chosen.sets.split(",") for pair in self.sets[name]]
 
     def show(self, pair: Pair, found: Found) -> None:
