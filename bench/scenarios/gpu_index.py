@@ -30,7 +30,7 @@ from kvbridge_proto.status import Status, StatusQuery
 from bench.gpu.place import gpus
 from bench.gpu.processes import BenchAgent, end
 from bench.scenario import Bench, Problem
-from kvbridge.geometry.wire import unrotated
+from kvbridge.geometry.wire import base_part
 from kvbridge.loopback.engine import SyntheticEngine
 from kvbridge.loopback.messages import offer_of, want_of
 from testing.pools import More, Shape, describe, mla
@@ -92,7 +92,7 @@ class Side:
     @property
     def row_bytes(self) -> dict[tuple[int, str], int]:
         """Of one token, by layer and part, rotated or not."""
-        return {(plane.layer, unrotated(plane.part)): plane.heads * plane.codec.row_bytes for plane in self.pool.planes}
+        return {(plane.layer, base_part(plane.part)): plane.heads * plane.codec.row_bytes for plane in self.pool.planes}
 
     def rows(self, plane: Plane) -> torch.Tensor:
         """All rows of a plane in the order of the prompt: [heads, tokens, row bytes]."""

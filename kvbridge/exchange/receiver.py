@@ -116,7 +116,7 @@ class Receiver:
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
         want, engine = wanted.want, wanted.engine
-        takes, filling = self._assignment.takes(want.sender, sessions, engine.pool)
+        takes, filling, other_scores = self._assignment.takes(want.sender, sessions, engine.pool)
         if want.first_token == want.end_token:
             takes, filling = tuple(() for _ in takes), None
         plans = [
@@ -124,6 +124,7 @@ class Receiver:
             for session, taken in zip(sessions.values(), takes, strict=True)
         ]
         wanted.unfilled_layers = len(filling.layers) if filling else 0
+        wanted.other_scores = other_scores
         actions: list[Action] = self._fill(wanted, filling) if filling else []
         wanted.state = WANT_TABLE[wanted.state, WantEvent.CLAIM]
         for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
@@ -231,6 +232,7 @@ class Receiver:
             seconds=seconds,
             tokens=tokens,
             unfilled_layers=wanted.unfilled_layers,
+            other_scores=wanted.other_scores,
         )
         return [Tell(done)]
 

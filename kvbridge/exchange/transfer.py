@@ -71,6 +71,7 @@ class OpenWant:
     incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
     filling: str = ""  # the data plane has an order of this name to write zeros
     unfilled_layers: int = 0  # how many get zeros, since no sender has them
+    other_scores: bool = False  # our engine must finish them
     late_cancels: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
     # By rank that got a claim without rows: its transfer, "" once the loss of the claim is noted.

@@ -17,6 +17,7 @@ from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Claim, Hold, SlotLease, Tak
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, PeerError
+from ..geometry.compat import has_other_scores
 from ..geometry.layers import align_all, unfilled
 from ..geometry.plan import Plan
 from ..geometry.scales import other_scales, sender_scales
@@ -201,18 +202,19 @@ class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
     def __init__(self) -> None:
-        self._assigned: dict[str, tuple[Mapping[str, Session], Pool, Takes, Filling | None]] = {}
+        self._assigned: dict[str, tuple[Mapping[str, Session], Pool, Takes, Filling | None, bool]] = {}
         self._fillings: dict[tuple[int, ...], tuple[Pool, Filling]] = {}  # by layers: the last of each, for all senders
 
-    def takes(self, sender: str, sessions: Mapping[str, Session], pool: Pool) -> tuple[Takes, Filling | None]:
+    def takes(self, sender: str, sessions: Mapping[str, Session], pool: Pool) -> tuple[Takes, Filling | None, bool]:
         """What `pool` takes from each of these sessions with the ranks of the engine at `sender`, and what none has.
 
+        And whether scores are in the other form there.
         Raises PeerError unless they are all the ranks of one engine and hold every row that a sender must have.
         """
         known = self._assigned.get(sender)
         if known is None or known[0] is not sessions or known[1] is not pool:
             pools = _pools(sessions)
-            known = sessions, pool, assign(pools, pool), self._filling(pools, pool)
+            known = sessions, pool, assign(pools, pool), self._filling(pools, pool), has_other_scores(pools, pool)
             self._assigned[sender] = known
         return known[2:]
 

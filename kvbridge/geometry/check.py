@@ -21,9 +21,10 @@ from .wire import (
     POWERS,
     ROW_SCALED,
     SCALED_ROWS,
-    counterpart,
+    base_part,
+    has_scores,
+    is_raw,
     is_scale,
-    unrotated,
 )
 
 MOST_REASONS = 32
@@ -129,14 +130,19 @@ def _check_groups(pool: Pool) -> Iterator[str]:
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:
-    """Each (layer, part) has one plane, rotated or not. K and V of a layer have as many scales."""
+    """Each (layer, part) has one plane, rotated or not. K and V of a layer have as many scales.
+
+    All scores lack their weight, or none: an engine that finishes them changes all.
+    """
     seen: dict[tuple[int, str], Plane] = {}
     for plane in pool.planes:
-        if (plane.layer, plane.part) in seen:
-            yield f"part: layer {plane.layer} has two planes for {plane.part}"
-        elif (plane.layer, counterpart(plane.part)) in seen:
-            yield f"part: layer {plane.layer} has {unrotated(plane.part)} rotated and not"
-        seen[plane.layer, plane.part] = plane
+        part = base_part(plane.part)
+        if (other := seen.get((plane.layer, part))) is not None:
+            forms = "two planes for " + part if other.part == plane.part else part + " in two forms"
+            yield f"part: layer {plane.layer} has {forms}"
+        seen[plane.layer, part] = plane
+    if len({is_raw(plane.part) for plane in pool.planes if has_scores(plane.part)}) > 1:
+        yield "scores: raw in some parts, with a weight added in others"
     for plane in pool.planes:
         other = seen.get((plane.layer, "k")) if plane.part == "v" else None
         if other is not None and len(other.codec.scales) != len(plane.codec.scales):
@@ -235,7 +241,7 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"group: {plane.group} is {group.kind}, the model's kind {layer.kind}"
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
-    if (part := unrotated(plane.part)) in ATTENTION_PARTS:
+    if (part := base_part(plane.part)) in ATTENTION_PARTS:
         if plane.total_heads != layer.kv_heads:
             yield f"total_heads: {plane.total_heads}, the model's kv_heads {layer.kv_heads}"
         is_value = part == "v"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import lcm
 from typing import ClassVar, Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
-from ..cache_kinds import RAW
+from ..errors import PeerError
 from ..values import Value
 from .check import check_pool as check_pool
 from .check import extent as extent
@@ -27,14 +28,15 @@ from .wire import (
     PLAIN,
     POWERS,
     ROW_SCALED,
+    base_part,
     can_convert,
     can_rotate,
-    counterpart,
+    has_scores,
+    is_raw,
     is_rotated,
     is_same_row,
     is_same_scales,
     is_scale,
-    unrotated,
 )
 
 Conversion = Literal["none", "layout", "codec"]  # what happens to rows: nothing, other places, or other numbers as well
@@ -84,12 +86,15 @@ class Difference:
 
 # Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
 ATTENTION_KINDS = ("full", "sliding", "chunked")
-CASTS = ("codec", "scale_codec", "rotation", "scales")  # differences that change numbers
+CASTS = ("codec", "scale_codec", "rotation", "scores", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 SAME_SCALES = "the same k_scale and v_scale on both sides, as one checkpoint has them for one kind of GPU"
-SAME_SCORES = "both engines of one kind, as scores in SGLang lack a weight that only the model has"
+SAME_SCORES = (
+    "both engines of one kind, as scores in SGLang lack a weight that only the model has; or a receiver that finishes "
+    "them: vLLM, or SGLang with these rows in fp32"
+)
 SAME_ROTATION = "rows that both sides rotate, or neither, or rows of plain numbers or fp8, as wide as a power of two"
 MULTIPLE = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
 NO_REUSE = (
@@ -209,11 +214,13 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         place = f"layer {ours.layer} {ours.part}"
         mine = RowPlanes(ours, scales.get((ours.layer, f"{ours.part}_scale")))
         yours = RowPlanes(theirs, theirs_of.get((theirs.layer, f"{theirs.part}_scale")))
-        part = unrotated(ours.part)
+        part = base_part(ours.part)
         if ours.total_heads != theirs.total_heads:
             if part not in ATTENTION_PARTS:
                 yield Difference("total_heads", ours.total_heads, theirs.total_heads, place, SAME_MODEL)
             continue  # else another model: reported elsewhere
+        if not receiver.finishes_scores:
+            yield from _if_other("scores", scores_of(ours), scores_of(theirs), place, SAME_SCORES)
         if part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
         else:
@@ -221,10 +228,7 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     parts = _parts(sender)
     for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
-        if not held >= needed and _is_raw(held) != _is_raw(needed):
-            names = {True: "raw", False: "with a weight added"}
-            yield Difference("scores", names[_is_raw(held)], names[_is_raw(needed)], f"layer {layer}", SAME_SCORES)
-        elif not held >= needed:
+        if not held >= needed:
             parted = " ".join(sorted(held)), " ".join(sorted(needed))
             yield from _if_other("parts", *parted, f"layer {layer}", SAME_MODEL)
 
@@ -275,6 +279,7 @@ def _changes(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         if ours.codec.name in ROW_SCALED and theirs.codec.name in ROW_SCALED:
             yield from _if_other("scale_codec", ours.codec.scale_codec, theirs.codec.scale_codec, place)
         yield from _if_other("rotation", rotation_of(ours), rotation_of(theirs), place)
+        yield from _if_other("scores", scores_of(ours), scores_of(theirs), place)
         if not is_same_scales(ours.codec.scales, theirs.codec.scales):
             yield Difference("scales", spelled(ours.codec.scales), spelled(theirs.codec.scales), place)
         yield from _if_other("layout", _layout(ours), _layout(theirs), place)
@@ -286,26 +291,36 @@ def _if_other(field: str, sender: object, receiver: object, place: str = "", nee
 
 
 def common_planes(sender: Pool, receiver: Pool) -> Iterator[tuple[Plane, Plane]]:
-    """The planes of rows that both pools have, rotated or not. Planes of scales follow their rows."""
-    mine = {(plane.layer, plane.part): plane for plane in sender.planes}
+    """The planes of rows that both pools have, in either form. Planes of scales follow their rows."""
+    mine = {(plane.layer, base_part(plane.part)): plane for plane in sender.planes}
     for theirs in receiver.planes:
-        ours = mine.get((theirs.layer, theirs.part)) or mine.get((theirs.layer, counterpart(theirs.part)))
+        ours = mine.get((theirs.layer, base_part(theirs.part)))
         if ours is not None and not is_scale(theirs.part):
             yield ours, theirs
 
 
 def _parts(pool: Pool) -> dict[int, set[str]]:
-    """The parts of each layer, whether they are rotated or not."""
+    """The parts of each layer, in whatever form."""
     parts: dict[int, set[str]] = {}
     for plane in pool.planes:
         if not is_scale(plane.part):
-            parts.setdefault(plane.layer, set()).add(unrotated(plane.part))
+            parts.setdefault(plane.layer, set()).add(base_part(plane.part))
     return parts
 
 
-def _is_raw(parts: set[str]) -> bool:
-    """Whether some of them have scores without the weight that the others' have."""
-    return any(part.startswith(RAW) for part in parts)
+def has_other_scores(senders: Iterable[Pool], receiver: Pool) -> bool:
+    """Whether these ranks of an engine keep scores with a weight and the receiver without, or the reverse.
+
+    Raises PeerError unless all ranks keep them alike.
+    """
+    forms = [
+        {scores_of(plane) for plane in planes if has_scores(plane.part)}
+        for planes in (chain.from_iterable(pool.planes for pool in senders), receiver.planes)
+    ]
+    if len(forms[0]) > 1:
+        reason = f"scores: {' and '.join(sorted(forms[0]))}, must be alike on all ranks"
+        raise PeerError("sender_ranks_mismatch", reason)
+    return all(forms) and forms[0] != forms[1]
 
 
 def _keeps(group: Group) -> str:
@@ -325,6 +340,11 @@ def form_of(plane: Plane) -> str:
 def rotation_of(plane: Plane) -> str:
     """Whether its rows are multiplied by a Hadamard matrix, for people to read."""
     return "Hadamard" if is_rotated(plane.part) else "none"
+
+
+def scores_of(plane: Plane) -> str:
+    """Whether a weight was added to the scores in its rows, for people to read."""
+    return "none" if not has_scores(plane.part) else "raw" if is_raw(plane.part) else "with a weight added"
 
 
 def _is_dense(plane: Plane) -> bool:

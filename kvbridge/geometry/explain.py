@@ -107,6 +107,7 @@ WORDS: dict[str, str | Callable[[Pool, Pool], str]] = {
     "codec": _codec,
     "scale_codec": _scale_codec,
     "rotation": _rotation,
+    "scores": "the receiver's engine adds the model's weight to scores that come without it, or takes it off",
     "scales": _scales,
     "layout": "rows are gathered in the sender's order and scattered in the receiver's",
     "layers": _layers,

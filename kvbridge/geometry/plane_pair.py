@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import PeerError
 from .latent_parts import LATENT_FP8, is_cuttable, latent_parts
-from .wire import ROW_SCALED, SCALED_ROWS, counterpart, is_rotated, is_same_row, is_scale, wire_codec
+from .wire import ROW_SCALED, SCALED_ROWS, base_part, is_rotated, is_same_row, is_scale, wire_codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class _Side:
     """The planes of one pool by layer and part."""
 
     def __init__(self, name: str, pool: Pool) -> None:
-        self._name = name
-        self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
+        self._name, self._pool = name, pool
+        self._planes = {(plane.layer, base_part(plane.part)): plane for plane in pool.planes}
 
     @cached_property
     def _parts(self) -> dict[int, list[str]]:
         """The parts of each layer but scales, in the planes' order."""
         parts: dict[int, list[str]] = {}
-        for layer, part in self._planes:
-            if not is_scale(part):
-                parts.setdefault(layer, []).append(part)
+        for plane in self._pool.planes:
+            if not is_scale(plane.part):
+                parts.setdefault(plane.layer, []).append(plane.part)
         return parts
 
     def parts(self, take: Take, layer: int) -> Sequence[str]:
@@ -72,8 +72,8 @@ class _Side:
         return found
 
     def held(self, layer: int, part: str, take: Take) -> Plane:
-        """The plane of a part, rotated or not. Raises PeerError if it lacks heads of the take."""
-        plane = self._planes.get((layer, part)) or self._planes.get((layer, counterpart(part)))
+        """The plane of a part, in either form. Raises PeerError if it lacks heads of the take."""
+        plane = self._planes.get((layer, base_part(part)))
         first, end = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
         if plane is None or take.first_head < first or take.end_head > end:
             raise PeerError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import lcm
 
 import msgspec
@@ -16,7 +16,7 @@ from ..errors import PeerError
 from ..values import Value
 from .layers import align, align_all, unfilled
 from .tokens import TokenShard
-from .wire import counterpart, is_scale
+from .wire import base_part, is_scale
 
 
 class Holding(Value):
@@ -63,10 +63,9 @@ def _joined(runs: list[list[int]]) -> list[Holding]:
 
 
 def _of_part(held: Holdings, part: str) -> list[Holding]:
-    """What is held of a part, rotated or not, in layer order."""
-    other = held.get(counterpart(part))
-    mine = held.get(part, [])
-    return mine if other is None else sorted([*mine, *other], key=lambda holding: holding.first_layer)
+    """What is held of a part, in any form, in layer order."""
+    forms = [each for name, each in held.items() if base_part(name) == base_part(part)]
+    return forms[0] if len(forms) == 1 else sorted(chain(*forms), key=lambda holding: holding.first_layer)
 
 
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from kvbridge_proto.pool import SCALE_BLOCK, Codec, CodecName
 
-from ..cache_kinds import ROTATED
+from ..cache_kinds import COMPRESSOR, RAW, ROTATED
 
 ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
 # Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
@@ -37,14 +37,19 @@ def is_rotated(part: str) -> bool:
     return part.startswith(ROTATED)
 
 
-def unrotated(part: str) -> str:
-    """The name of a part whose rows are the same but for the rotation."""
-    return part.removeprefix(ROTATED)
+def is_raw(part: str) -> bool:
+    """True if scores in rows of this part lack the weight of a token's place."""
+    return part.startswith(RAW)
 
 
-def counterpart(part: str) -> str:
-    """The other name of a part: rotated if this is not."""
-    return unrotated(part) if is_rotated(part) else ROTATED + part
+def has_scores(part: str) -> bool:
+    """True if rows of this part have scores, in their second half."""
+    return part.endswith(COMPRESSOR)
+
+
+def base_part(part: str) -> str:
+    """The name of a part whose rows are the same but for the rotation, or for the weight of scores."""
+    return part.removeprefix(ROTATED).removeprefix(RAW)
 
 
 def base_name(codec: Codec) -> CodecName:

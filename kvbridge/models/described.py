@@ -56,7 +56,7 @@ PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 # DeepSeek V4: blocks of rows of 4 and 128 tokens. In vLLM those of windows, and of what these will be made of, by their
 # ratio; in SGLang all are of this size, and see `found` in adapters/sglang/compressed.py.
 COMPRESSED_BLOCK, WINDOW_BLOCK = 256, 64
-OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # a block and the window
+OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # in vLLM: a block and the window
 # Of V4.1 in vLLM, on Hopper: blocks of all rows, of windows, and the ring for rows of 2 tokens.
 V41_BLOCK, V41_WINDOW_BLOCK, V41_RING = 64, 32, 8
 
@@ -301,9 +301,10 @@ def _compressed_rows(
         if is_ringed:
             return kept(V41_RING, ratio, "chunked")
         if not is_sglang:
-            return kept(*OPEN_BLOCKS[ratio])
+            return kept(*OPEN_BLOCKS[ratio], "sliding" if ratio == 4 else "chunked")
         if ratio == 4:
-            return Group(kind="sliding", block_tokens=1, blocks=BLOCKS, window=OPEN_BLOCKS[4][1])
+            block, window = OPEN_BLOCKS[4]
+            return Group(kind="sliding", block_tokens=1 if is_decoder else block, blocks=BLOCKS, window=window)
         return Group(kind="chunked", block_tokens=ratio, blocks=BLOCKS, window=ratio)
 
     rows = [("", V4_ROWS), ("_scale", V4_SCALES)]
@@ -453,6 +454,7 @@ def _pool(
         groups=tuple(groups),
         regions=(Region(offset),),
         planes=tuple(planes),
+        finishes_scores=bool(model.ratios) and 2 not in model.ratios,
     )
 
 

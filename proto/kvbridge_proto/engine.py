@@ -305,6 +305,8 @@ class Done(Struct, frozen=True, kw_only=True, tag="done"):
     """All wanted rows are in your blocks, those of `tokens` tokens.
 
     `unfilled_layers` counts the layers that the sender does not have, those of a draft model: their rows are zeros.
+    `other_scores`: scores are as the sender keeps them, with a weight where yours have none, or without one where yours
+    have one. Only if your pool `finishes_scores`.
     """
 
     number: Number
@@ -313,6 +315,7 @@ class Done(Struct, frozen=True, kw_only=True, tag="done"):
     seconds: Seconds
     tokens: Count = 0
     unfilled_layers: Count = 0
+    other_scores: bool = False
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):

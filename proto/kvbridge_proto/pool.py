@@ -89,8 +89,10 @@ class Plane(Struct, frozen=True, kw_only=True):
     of n tokens there are n // row_tokens rows.
 
     Each part has its own heads, width and codec. In a part `rotated_x`, rows of the part `x` are multiplied by the
-    orthonormal Walsh-Hadamard matrix in Sylvester's order. The rank holds heads [first_head, first_head + heads) of
-    `total_heads`; a part that every tensor-parallel rank holds whole has all of them on each.
+    orthonormal Walsh-Hadamard matrix in Sylvester's order. In a part `raw_x` the second half of each row, its scores,
+    lacks a weight of the model that depends on the token's place (DeepSeek V4's `ape`); in `x` it is added. The rank
+    holds heads [first_head, first_head + heads) of `total_heads`; a part that every tensor-parallel rank holds whole
+    has all of them on each.
     """
 
     layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -199,7 +201,11 @@ class Region(Struct, frozen=True):
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """All KV memory of one engine rank. It has no handles, so it may be sent to anyone."""
+    """All KV memory of one engine rank. It has no handles, so it may be sent to anyone.
+
+    `finishes_scores`: of rows that come with scores in the other form (`raw_x` for `x`, or the reverse), the engine
+    adds the weight itself, or takes it off, before it reads them: see `Done.other_scores`.
+    """
 
     engine: Engine
     model: Model
@@ -207,6 +213,7 @@ class Pool(Struct, frozen=True, kw_only=True):
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=256)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=4096)]
     planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=65536)]
+    finishes_scores: bool = False
 
 
 class Handle(Struct, frozen=True, kw_only=True):

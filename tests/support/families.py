@@ -264,7 +264,11 @@ FAMILIES = (
         "latents of 4 and 128 tokens, windows, compressor states, index keys",
         "DeepSeekV4TokenToKVPool",
         sides=ONE_DRAFTS,
-        on_engines=("[CPU](../tests/system/engines/test_compressed.py)", "", ""),
+        on_engines=(
+            "[CPU](../tests/system/engines/test_compressed.py)",
+            "",
+            "[CPU](../tests/system/cross/test_compressed.py)",
+        ),
         stopped=90,
     ),
     Family(

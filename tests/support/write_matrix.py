@@ -23,7 +23,7 @@ without an error; `tests/system/gpu/test_matrix.py` sees a GPU write the same by
 by two agents that meet ([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side.
 
 """
-TAIL = """
+TAIL = r"""
 Where both sides keep the tokens of a block alike, they travel in units: as many tokens as divide the blocks of both. So
 the rows between a request's last token and the end of its unit may carry what the sender's block held before. The
 engine never reads them, and overwrites them as the request grows.
@@ -49,6 +49,16 @@ BOUNDS
   fp16).
 - fp8 on a GPU needs compute capability 8.9.
 - vLLM's CPU backend itself rounds fp8 towards zero.
+
+## Scores
+
+DeepSeek V4's compressors keep kv and a score of each token that the next rows will be made of. vLLM has added a weight
+to the score, by the token's place in its row; SGLang adds it when it makes the row. Agents copy the scores. When all
+rows are there, the receiving engine's process adds the weight, or takes it off, in fp32
+([scores.py](../kvbridge/adapters/engine/scores.py)). From SGLang to vLLM that is the sum that vLLM itself makes. From
+vLLM to SGLang the sum s is rounded once more: SGLang then adds the weight w to s - w, and gets s with an error of at
+most 2^-24 (\|s\| + \|s - w\|). An SGLang decode side that keeps these rows in bf16
+(`SGLANG_DSV4_COMPRESS_STATE_DTYPE`) is refused, as it would round twice.
 
 ## Index keys
 

@@ -63,7 +63,7 @@ class Ended(Value):
     """An offer or a want is over, and its blocks are the engine's again.
 
     `code` is empty if everything was carried: all receivers have read the offer, or the want's rows are in its blocks.
-    Otherwise nothing may be relied on, and `reason` says why.
+    Otherwise nothing may be relied on, and `reason` says why. `other_scores`: as in Done.
     """
 
     number: int
@@ -71,6 +71,7 @@ class Ended(Value):
     kind: Kind
     code: str = ""
     reason: str = ""
+    other_scores: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -361,9 +362,9 @@ class Conversation:
 
     def _on_message(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
-            case Done(number=number, unfilled_layers=layers):
+            case Done(number=number, unfilled_layers=layers, other_scores=other_scores):
                 self._note_unfilled(layers)
-                self._end(number, "", "", kind="want")
+                self._end(number, "", "", kind="want", other_scores=other_scores)
             case Failed(number=number, code=code, reason=reason):
                 self._end(number, code, reason, kind="want")
             case Released(number=number, code=code, reason=reason):
@@ -399,12 +400,12 @@ class Conversation:
             what = f"the prefill side has no rows of {layers} of our draft model's layers"
             self._log.warning("%s: those of prompts are zeros here, and first drafts are rejected more often", what)
 
-    def _end(self, number: int, code: str, reason: str, *, kind: Kind) -> None:
+    def _end(self, number: int, code: str, reason: str, *, kind: Kind, other_scores: bool = False) -> None:
         """End only what is open: a repeated message, or one about the other kind, is ignored."""
         opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
             del self._open[number]
-            ended = Ended(number, opened.request, kind, code, reason)
+            ended = Ended(number, opened.request, kind, code, reason, other_scores)
             self._ended.append(outdated(ended) if opened.is_outdated else ended)
 
     def _all_lost(self, kind: Kind, why: str) -> None:

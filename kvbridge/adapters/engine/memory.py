@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ...errors import OperatorError
 from ...values import Value
 from .records import Heads
+from .scores import Scores
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
 CODEC_OF: dict[torch.dtype, CodecName] = {
@@ -24,10 +25,14 @@ CODEC_OF: dict[torch.dtype, CodecName] = {
 
 
 class Memory(Value):
-    """`storages[i]` holds region i of the pool. They stay allocated until the agent has let go of them."""
+    """`storages[i]` holds region i of the pool. They stay allocated until the agent has let go of them.
+
+    `scores` finishes those that come from another kind of engine, where that is possible.
+    """
 
     pool: Pool
     storages: tuple[torch.UntypedStorage, ...]
+    scores: Scores | None = None
 
     @classmethod
     def of(
@@ -37,6 +42,7 @@ class Memory(Value):
         shard: Shard,
         groups: tuple[Group, ...],
         planes: Sequence[tuple[torch.Tensor, Plane]],
+        scores: Scores | None = None,
     ) -> Memory:
         """Each plane with its tensor, whose allocation becomes its region. Raises OperatorError for several devices."""
         storages = {each.data_ptr(): each for tensor, _ in planes for each in [tensor.untyped_storage()]}
@@ -52,8 +58,9 @@ class Memory(Value):
             planes=tuple(
                 replace(plane, region=regions[tensor.untyped_storage().data_ptr()]) for tensor, plane in planes
             ),
+            finishes_scores=scores is not None,
         )
-        return cls(pool, tuple(storages.values()))
+        return cls(pool, tuple(storages.values()), scores)
 
     @property
     def device(self) -> torch.device:

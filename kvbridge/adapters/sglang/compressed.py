@@ -4,16 +4,22 @@ Pages of all tokens hold one row for 4 or 128 tokens, and index keys of 4. Those
 index keys of each, in some layers only, whose rows the next layers read. Layers keep a window, in pages of their own,
 and the kv and the scores of the tokens that the next row will be made of:
 - Of a row of 4: the last tokens of each page of the window, in a ring that the page has. A row needs 8 tokens: those of
-  the row before it, too. Their group has blocks of one token, so rings of other lengths are only other numbers.
+  the row before it, too. On the decode side their group has blocks of one token, so rings of other lengths are only
+  other numbers. On the prefill side it has blocks of 4, as vLLM, whose prefix cache hands out whole blocks, takes no
+  others. The ring may have given up the tokens of a window's first block; they are read again only where that block
+  ends a page, and then it is in the ring of the page before, which has them.
 - Of a row of 2 or 128: in a ring of each request, at its number in `req_to_token`, of one block of as many tokens, or
   more. Only those of the row that is not whole are read again.
-SGLang keeps raw scores, vLLM adds a weight (`ape`) to them. So these parts have other names than vLLM's.
+SGLang keeps raw scores, vLLM adds a weight (`ape`) to them. So these parts have other names than vLLM's, and
+`engine/scores.py` changes what comes from there. For vLLM a prompt is computed without its last token: after it the
+rings have too little of what is read for that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,17 +32,13 @@ from ...errors import EngineError, OperatorError
 from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_ROWS, V4_SCALES, plain_rows, scaled_rows
 from ..engine.memory import CODEC_OF, plane_of
 from ..engine.records import WHOLE
+from ..engine.scores import Compressor, Scores
 from ..engine.unsupported import refusal
 
 KIND = "DeepSeekV4TokenToKVPool"
 ALL, WINDOW = 0, 1  # groups
 READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
-# By how many tokens a row stands for: what it will be made of. Their blocks are not counted yet.
-STATE_GROUPS = {
-    4: Group(kind="sliding", block_tokens=1, blocks=1, window=READ_AGAIN),
-    128: Group(kind="chunked", block_tokens=128, blocks=1, window=128),
-    2: Group(kind="chunked", block_tokens=2, blocks=1, window=2),
-}
+RATIOS = (4, 128, 2)  # of rows that are made of several tokens
 # By the form of a latent (`KVLayout.encoding`): its numbers and their scales.
 FORMS = {
     "v4": (V4_ROWS, V4_SCALES),
@@ -45,14 +47,25 @@ FORMS = {
 }
 
 
+def _state_group(ratio: int, is_decoder: bool) -> Group:
+    """What rows of so many tokens will be made of. Its blocks are not counted yet."""
+    if ratio != 4:
+        return Group(kind="chunked", block_tokens=ratio, blocks=1, window=ratio)
+    return Group(kind="sliding", block_tokens=1 if is_decoder else 4, blocks=1, window=READ_AGAIN)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rank keeps: the record of each layer, the groups, each plane with its tensor, the draft model's layers."""
+    """What a rank keeps: the record of each layer, the groups, each plane with its tensor, the draft model's layers.
+
+    And what finishes scores that come from vLLM, if that is possible.
+    """
 
     layers: dict[int, Layer]
     groups: tuple[Group, ...]
     planes: list[tuple[torch.Tensor, Plane]]
     drafts: tuple[int, ...]
+    scores: Scores | None = None
 
 
 def is_compressed(pool: Any) -> bool:
@@ -62,7 +75,7 @@ def is_compressed(pool: Any) -> bool:
 
 def check(pool: Any) -> None:
     """Raise OperatorError if this pool, or that of a draft model, holds rows in a form that is not carried."""
-    if unknown := set(pool.compression_ratios) - {0, 1, *STATE_GROUPS}:
+    if unknown := set(pool.compression_ratios) - {0, 1, *RATIOS}:
         raise refusal("cache_unsupported", "sglang", "compressed", f"KV pool: {KIND} of {sorted(unknown)}")
     states = [each for each in pool.compress_state_pools if each is not None]
     form = getattr(getattr(getattr(pool, "kv_layout", None), "encoding", None), "value", "unknown")
@@ -90,27 +103,46 @@ def check_draft(pool: Any, model: Any) -> None:
         raise OperatorError("cache_unsupported", reason)
 
 
-def found(pool: Any, drafts: list[Any], depth: int, is_decoder: bool) -> Found:
+def found(pool: Any, drafts: list[Any], depth: int, is_decoder: bool, model: Any) -> Found:
     """What a rank keeps. A draft's layers come after the model's `depth`, in order. Every rank has all of it whole."""
     page = int(pool.page_size)
     numbers = dict.fromkeys(range(pool._stage_start, pool._stage_end))
-    planes = [each for layer in numbers for each in _layer(pool, layer, layer)]
+    of_ratio = {ratio: _state_group(ratio, is_decoder) for ratio in RATIOS}
+    planes = [each for layer in numbers for each in _layer(pool, layer, layer, of_ratio)]
     of_drafts: list[int] = []
     for draft in drafts:
         for layer in range(draft._stage_start, draft._stage_end):
             of_drafts.append(depth + len(of_drafts))
-            planes += _layer(draft, layer, of_drafts[-1])
+            planes += _layer(draft, layer, of_drafts[-1], of_ratio)
     # The decode side needs no row before the window: its prefix cache hands out rows of all tokens only.
     window = int(pool.sliding_window)
     kept = [
         Group(kind="full", block_tokens=page, blocks=1),
         Group(kind="sliding", block_tokens=page, blocks=1, window=window, begins_inside=is_decoder),
-        *(STATE_GROUPS[ratio] for ratio in _state_groups(pool)),
+        *(of_ratio[ratio] for ratio in _state_groups(pool)),
     ]
     rope, width = int(pool.qk_rope_head_dim), int(pool.qk_nope_head_dim) + int(pool.qk_rope_head_dim)
     record = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope, window=window)
     layers = dict.fromkeys([*numbers, *of_drafts], record)
-    return Found(layers, tuple(_counted(kept, planes)), planes, tuple(of_drafts))
+    return Found(layers, tuple(_counted(kept, planes)), planes, tuple(of_drafts), _scores(planes, model))
+
+
+def _scores(planes: list[tuple[torch.Tensor, Plane]], model: Any) -> Scores | None:
+    """What finishes scores: SGLang keeps them without their weight."""
+    modules = [module for module in model.modules() if type(module).__name__ == "Compressor" and hasattr(module, "ape")]
+    of = {(int(each.layer_id), "index_" * each.is_in_indexer): each for each in modules}
+    found = []
+    for view, plane in planes:
+        if plane.part.startswith(RAW):
+            module = of.get((plane.layer, plane.part.removeprefix(RAW).removesuffix("compressor")))
+            found.append(module and Compressor(view.squeeze(1), plane.group, partial(_weight, module)))
+    return Scores.of(found, -1)
+
+
+def _weight(compressor: Any) -> torch.Tensor:
+    """`ape` as the checkpoint has it: [ratio, W / 2]. SGLang has the halves of its rows one after the other."""
+    rows: torch.Tensor = compressor.ape.data.view(-1, int(compressor.head_dim))
+    return torch.cat(rows.chunk(2), 1) if compressor.overlap else rows
 
 
 def _counted(groups: list[Group], planes: list[tuple[torch.Tensor, Plane]]) -> Iterator[Group]:
@@ -127,11 +159,11 @@ def _counted(groups: list[Group], planes: list[tuple[torch.Tensor, Plane]]) -> I
 def _state_groups(pool: Any) -> dict[int, int]:
     """The groups of what the next rows will be made of, by how many tokens such a row stands for."""
     held = {each.ratio for each in pool.compress_state_pools if each is not None}
-    return {ratio: 2 + place for place, ratio in enumerate(ratio for ratio in STATE_GROUPS if ratio in held)}
+    return {ratio: 2 + place for place, ratio in enumerate(ratio for ratio in RATIOS if ratio in held)}
 
 
-def _layer(pool: Any, layer: int, number: int) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """The planes of a layer of the pool, under its number in the model's record."""
+def _layer(pool: Any, layer: int, number: int, of_ratio: dict[int, Group]) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """The planes of a layer of the pool, under its number in the model's record. `of_ratio`: see `_state_group`."""
     page, rows = int(pool.page_size), pool.swa_kv_pool
     yield from _latents(rows, rows.kv_buffer[layer - pool._stage_start], "latent", number, WINDOW, page, 1)
     ratio, place, rows = pool.layer_mapping[layer]
@@ -146,7 +178,8 @@ def _layer(pool: Any, layer: int, number: int) -> Iterator[tuple[torch.Tensor, P
         yield from _pieces(keys, codecs, strides, part, size, number, ALL, page, ratio)
     for name, pools in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
         if (state := pools[layer]) is not None:
-            yield _state(state, f"{RAW}{name}compressor", number, _state_groups(pool)[ratio])
+            block = of_ratio[ratio].block_tokens
+            yield _state(state, f"{RAW}{name}compressor", number, _state_groups(pool)[ratio], block)
 
 
 def _latents(
@@ -186,10 +219,9 @@ def _pieces(
         )
 
 
-def _state(state: Any, part: str, number: int, group: int) -> tuple[torch.Tensor, Plane]:
-    """Rows of kv and raw score. A block has one of them, or 2 or 128 of a request's."""
+def _state(state: Any, part: str, number: int, group: int, block: int) -> tuple[torch.Tensor, Plane]:
+    """Rows of kv and raw score, in blocks of so many."""
     tensor = state.kv_score_buffer.kv_score
-    block = STATE_GROUPS[state.ratio].block_tokens
     view = tensor[: len(tensor) // block * block].unflatten(0, (-1, block)).unsqueeze(1)
     codec = plain_rows(CODEC_OF[tensor.dtype], tensor.shape[1], tensor.element_size())
     name = f"layer {number} {part}"
@@ -197,7 +229,7 @@ def _state(state: Any, part: str, number: int, group: int) -> tuple[torch.Tensor
 
 
 def beside(
-    pool: Any, window: tuple[Blocks, ...], args: Any, state_indices: list[Any] | None, tokens: int
+    pool: Any, window: tuple[Blocks, ...], args: Any, state_indices: list[Any] | None, tokens: int, is_decoder: bool
 ) -> tuple[Blocks, ...]:
     """What the next rows after `tokens` tokens will be made of, as blocks. `window` are those of the window.
 
@@ -210,8 +242,9 @@ def beside(
         return ()
     found, groups = [], _state_groups(pool)
     if (number := groups.get(4)) is not None:
-        first = first_kept("sliding", READ_AGAIN, tokens, 1)
-        found.append(Blocks(number, first, tuple(_rows(pool, window[0], first, tokens))))
+        block = _state_group(4, is_decoder).block_tokens
+        first = first_kept("sliding", READ_AGAIN, tokens, block)
+        found.append(Blocks(number, first // block, tuple(_blocks(pool, window[0], range(first, tokens, block)))))
     for ratio in {2, 128} & groups.keys():
         if state_indices is not None and tokens % ratio:
             (block,) = state_indices[args.state_types.index(StateType.DSV4_REQUEST_STATE)]
@@ -225,11 +258,14 @@ def _ring(pool: Any, ratio: int) -> int:
     return next(int(each.ring_size) for each in pool.compress_state_pools if each is not None and each.ratio == ratio)
 
 
-def _rows(pool: Any, window: Blocks, first: int, end: int) -> Iterator[int]:
-    """As `translate_from_swa_loc_to_state_loc` of SGLang's CompressStatePool: a page of the window has a ring."""
+def _blocks(pool: Any, window: Blocks, firsts: range) -> Iterator[int]:
+    """Which blocks begin with these tokens: as `translate_from_swa_loc_to_state_loc` of SGLang's CompressStatePool.
+
+    A page of the window has a ring.
+    """
     page, ring = int(pool.page_size), _ring(pool, 4)
-    for token in range(first, end):
+    for token in firsts:
         entry = token // page - window.first
         if not 0 <= entry < len(window.ids):
             raise EngineError("blocks_too_few", f"tokens: {token} is in the window, and has no slot in swa_kv_pool")
-        yield window.ids[entry] * ring + token % ring
+        yield (window.ids[entry] * ring + token % ring) // firsts.step

@@ -133,6 +133,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
         ids |= {"draft": self.options.draft_name}
         memory = describe(self.queue, self._shard, is_decoder=self._is_decoder, replica=self._replica, **ids)
+        self.scores = memory.scores
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)

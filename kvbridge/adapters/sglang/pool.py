@@ -98,6 +98,7 @@ def describe(
         shard,
         found.groups,
         found.planes,
+        found.scores,
     )
 
 
@@ -107,9 +108,10 @@ def _depth(queue: Any) -> int:
 
 
 def _found(queue: Any, shard: Shard, is_decoder: bool) -> Found:
+    model = queue.scheduler.tp_worker.model_runner.model
     if compressed.is_compressed(pool := queue.token_to_kv_pool):
-        return compressed.found(pool, drafts.pools(queue), _depth(queue), is_decoder)
-    modules = _modules(queue.scheduler.tp_worker.model_runner.model)
+        return compressed.found(pool, drafts.pools(queue), _depth(queue), is_decoder, model)
+    modules = _modules(model)
     of_model = _groups(queue, shard, modules, is_decoder)
     of_draft = _draft_layers(queue, shard, modules, states.first_draft(queue, _depth(queue)))
     groups = [*of_model, *of_draft]

@@ -36,6 +36,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._replica: int | None = None  # of the prefill server, while it is asked where its ranks are
         self._ranks: list[RankAnswer] = []  # what it has answered
         self._number = 0  # of the want, once it is sent
+        self._want: Want | None = None  # until its scores are finished
         self.ended: Ended | None = None  # how it did
         self._prompt = self._traceparent = self._common = ""
         self._tokens = 0  # that we have pages for
@@ -217,7 +218,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         assert talk is not None
         args, end = manager.kv_args, first + self._tokens
         late = windows.wanted(args, self._states, end)
-        late += compressed.beside(manager.queue.token_to_kv_pool, late, args, self._states, end)
+        late += compressed.beside(manager.queue.token_to_kv_pool, late, args, self._states, end, is_decoder=True)
         late += states.slot(args, self._states)
         for info in self.bootstrap_infos:
             asked = Asked(
@@ -246,7 +247,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             is_offered=self._prefilled is not None,
         )
         if self._tokens:
-            self._number = want.number
+            self._number, self._want = want.number, want
             manager.owners[want.number] = self
         self._expected = None
         talk.want(want)
@@ -272,11 +273,19 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return self._fail(f"{ended.code}: {ended.reason}")
         if ended is None and self._number:
             return
+        if ended is not None and ended.other_scores and self._want is not None:
+            self._finish_scores(self._want)
         if self._prefilled is not None:
             foreign.write(self.kv_mgr.queue.metadata_buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         elif (row := self.kv_mgr.rooms.row(self.bootstrap_room)) is not None:
             self._take(row)
+
+    def _finish_scores(self, want: Want) -> None:
+        """Once, before the scheduler hears that the rows are there."""
+        assert self.kv_mgr.scores is not None
+        self._want = None
+        self.kv_mgr.scores.finish(want)
 
     def _take(self, row: Row) -> None:
         """Copy the row. Its fields about drafts only if the prefill side has drafted, with a model like ours."""

@@ -70,7 +70,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._traceparent = traceparent(foreign.custom_params(req))
         if bad_params:
             return self._fail(bad_params)
-        if is_fetched_elsewhere and states.has_states(self.kv_mgr.queue.token_to_kv_pool):
+        pool = self.kv_mgr.queue.token_to_kv_pool
+        if is_fetched_elsewhere and (states.has_states(pool) or compressed.is_compressed(pool)):
             foreign.shorten(req)
         self._length = len(prompt_tokens(req))
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
@@ -142,7 +143,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         """What is offered once all of the prompt's `tokens` tokens are computed. Raises EngineError."""
         queue, args = self.kv_mgr.queue, self.kv_mgr.kv_args
         window = windows.offered(queue, req, tokens)
-        beside = compressed.beside(queue.token_to_kv_pool, window, args, state_indices, tokens)
+        beside = compressed.beside(queue.token_to_kv_pool, window, args, state_indices, tokens, is_decoder=False)
         return (*window, *beside, *states.slot(args, state_indices))
 
     def _send_row(self) -> bool:

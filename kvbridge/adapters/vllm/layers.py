@@ -34,6 +34,7 @@ KINDS: dict[str, GroupKind] = {
     RING: "chunked",
 }
 LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec", RING)  # without V, and the same on every rank
+ROW_TOKENS = 128  # of DeepSeek V4's compressor that takes the tokens of no other row
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +203,17 @@ def _total_heads(name: str, spec: Any, model: Any) -> int:
 
 
 def kind_of(spec: Any) -> GroupKind:
-    """Which tokens a group with this spec keeps."""
-    return KINDS.get(type(_one_of(spec)).__name__, "full")
+    """Which tokens a group with this spec keeps, as far as they are read again."""
+    return "chunked" if _is_of_whole_rows(spec) else KINDS.get(type(_one_of(spec)).__name__, "full")
+
+
+def _is_of_whole_rows(spec: Any) -> bool:
+    """Whether it is of what DeepSeek V4's rows of 128 tokens will be made of. vLLM keeps the last 128 tokens, and a
+    prefix that its cache hands out ends between two such rows, so that none of their tokens is read again.
+    """
+    one = _one_of(spec)
+    is_of_rows = type(one).__name__ == "SlidingWindowMLASpec" and one.dtype == torch.float32
+    return is_of_rows and one.sliding_window == ROW_TOKENS
 
 
 def is_ring(spec: Any) -> bool:
@@ -223,6 +233,8 @@ def window_of(spec: Any) -> int:
     """
     if is_ring(spec):
         return int(spec.block_size)
+    if _is_of_whole_rows(spec):
+        return ROW_TOKENS
     one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
     return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 

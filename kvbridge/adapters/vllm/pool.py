@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from kvbridge_proto.pool import Engine, Group, Plane, Shard
@@ -11,6 +13,7 @@ from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ..engine.memory import Memory, plane_of
+from ..engine.scores import Compressor, Scores
 from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
@@ -61,7 +64,27 @@ def describe(
         shard,
         _groups(cache, config, {member.group: member.open_tokens for member in members}),
         [(member.tensor, plane) for member in members for plane in _planes(member, cache.num_blocks, rank)],
+        _scores(members, config, cache.num_blocks),
     )
+
+
+def _scores(members: list[KVLayer], config: VllmConfig, blocks: int) -> Scores | None:
+    """What finishes the scores of compressors: vLLM keeps them with their weight."""
+    layers = config.compilation_config.static_forward_context
+    found = [member for member in members if rows_of(member.attention) == "compressor"]
+    return Scores.of([_compressor(member, layers, blocks) for member in found], 1)
+
+
+def _compressor(member: KVLayer, layers: Mapping[str, Any], blocks: int) -> Compressor | None:
+    """Its module is in that of an attention layer P: "P.compressor", "P.indexer.compressor". None if it is not."""
+    owner = next((name for name in layers if member.name.startswith(f"{name}.")), "")
+    try:
+        module = attrgetter(member.name.removeprefix(f"{owner}.").removesuffix(".state_cache"))(layers[owner])
+    except (KeyError, AttributeError):
+        return None
+    tokens = int(member.spec.block_size)
+    (view,) = views_of(member.name, member.tensor, cell_of(member), tokens, blocks).values()
+    return Compressor(view.squeeze(1), member.group, partial(getattr, module, "ape"))
 
 
 def _has_private_blocks(config: VllmConfig) -> bool:

@@ -37,6 +37,7 @@ from ..engine.client import EngineClient, pidfd_of
 from ..engine.conversation import Conversation, Ended, nothing_of
 from ..engine.memory import Memory
 from ..engine.names import model_name
+from ..engine.scores import Scores
 from .options import VLLMOptions
 from .pool import describe
 from .scales import LayerScales
@@ -55,11 +56,18 @@ ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LA
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A request that waits for `tokens` tokens of its prompt, and the blocks that they go into."""
+    """A request that waits for what it wants: for tokens of its prompt, in its blocks."""
 
     request_id: str
-    blocks: tuple[int, ...]
-    tokens: int
+    want: Want
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(piece.ids for piece in self.want.blocks))
+
+    @property
+    def tokens(self) -> int:
+        return self.want.end_token - self.want.first_token
 
 
 @dataclass(slots=True)
@@ -81,6 +89,7 @@ class WorkerSide:
 
     _conversation: Conversation
     _scales: LayerScales
+    _scores: Scores | None
 
     def __init__(
         self,
@@ -134,7 +143,7 @@ class WorkerSide:
         """
         if self._options.cross_layer and (count := len(memory.pool.regions)) > 1:
             log.warning("kvbridge_cross_layer: %d tensors still hold the layers; %s", count, ONE_TENSOR)
-        self._scales = LayerScales(memory.pool, layers or {})
+        self._scales, self._scores = LayerScales(memory.pool, layers or {}), memory.scores
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(
             path,
@@ -225,8 +234,7 @@ class WorkerSide:
         return reports
 
     def _want(self, want: Want, request_id: str) -> None:
-        blocks = tuple(chain.from_iterable(piece.ids for piece in want.blocks))
-        receive = Receive(request_id, blocks, want.end_token - want.first_token)
+        receive = Receive(request_id, want)
         if any(each.request_id == request_id for each in self._receives.values()):
             # Of a request that is gone. vLLM would take its report for this one's.
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
@@ -267,6 +275,9 @@ class WorkerSide:
         else:
             self._scales.is_used = True
             if receive is not None:
+                if ended.other_scores:
+                    assert self._scores is not None
+                    self._scores.finish(receive.want)
                 self._reports.received.add(receive.request_id)
         self._abandoned.discard(number)
 

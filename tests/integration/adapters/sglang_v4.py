@@ -87,6 +87,29 @@ def pool_of(ratios: list[int], drafts: int = 0, pages: int = PAGES, has_small_ke
     return DeepSeekV4TokenToKVPool(**own | more)
 
 
+def model_of(ratios: list[int]) -> torch.nn.Module:
+    """SGLang's own compressors, with weights as a checkpoint has them, each at its layer's number."""
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    made = torch.nn.ModuleList()
+    for layer, ratio in enumerate(ratios):
+        for is_in_indexer, width in [(False, WIDTH)] * (ratio > 0) + [(True, INDEX)] * (ratio == 4):
+            own = object.__new__(Compressor)
+            torch.nn.Module.__init__(own)
+            own.layer_id, own.is_in_indexer, own.head_dim = layer, is_in_indexer, width
+            own.ratio, own.overlap = ratio, ratio == 4
+            own.ape = torch.nn.Parameter(torch.empty(ratio, width * (1 + own.overlap)), requires_grad=False)
+            own.load_ape_weight(own.ape, ape_of(layer, ratio, width))
+            made.append(own)
+    return made
+
+
+def ape_of(layer: int, ratio: int, width: int) -> torch.Tensor:
+    """A compressor's weight, as a checkpoint has it: for each place, of a group of 4 twice, once for the next group."""
+    seed = torch.Generator().manual_seed(1000 * layer + width)
+    return torch.randn(ratio, width * (2 if ratio == 4 else 1), generator=seed)
+
+
 class Engine:
     """A rank's pools, as much of a scheduler as the adapter takes, and requests.
 
@@ -120,6 +143,7 @@ class Engine:
             self.drafter.register_mapping(self.allocator.full_to_swa_index_mapping)
         self.args: Any = SimpleNamespace(page_size=PAGE)
         setup_state_kv_args(self.args, self.pool, self.drafter)
+        self.model = model_of(ratios)
         self.queue = self._queue()
         for each in self.tensors():
             each.random_(256)
@@ -137,6 +161,7 @@ class Engine:
             server_args=SimpleNamespace(model_path="/models/v4", speculative_draft_model_path=None),
             draft_worker=SimpleNamespace(_draft_model_runners=lambda: (runner,)),
             spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE"),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
             _sched_idled=False,
         )
         return SimpleNamespace(

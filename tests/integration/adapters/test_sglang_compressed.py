@@ -63,13 +63,13 @@ def given(request: Request) -> tuple[Blocks, ...]:
     engine, tokens = request.engine, request.tokens
     window = offered(engine.queue, request, tokens)
     states = request.state_indices(tokens)
-    return pages(request, 0, tokens), *window, *beside(engine.pool, window, engine.args, states, tokens)
+    return pages(request, 0, tokens), *window, *beside(engine.pool, window, engine.args, states, tokens, False)
 
 
 def taken(request: Request, tokens: int, prefix: int, states: list[Any]) -> tuple[Blocks, ...]:
     engine = request.engine
     window = wanted(engine.args, states, tokens)
-    return pages(request, prefix, tokens), *window, *beside(engine.pool, window, engine.args, states, tokens)
+    return pages(request, prefix, tokens), *window, *beside(engine.pool, window, engine.args, states, tokens, True)
 
 
 def crossed(prefill: Engine, decode: Engine, tokens: int, seed: int, prefix: int = 0) -> Request:
@@ -156,7 +156,9 @@ def attached(folder: Path, role: str, engines: Sequence[Engine]) -> Iterator[lis
         for engine in engines:
             made = manager(role)
             running = stack.enter_context(agent(folder, f"{role}{len(managers)}", 90.0, slot_bytes=1 << 20))
-            talk = Conversation(EngineClient(running.socket), engine.memory, logging.getLogger(role))
+            memory = engine.memory
+            talk = Conversation(EngineClient(running.socket), memory, logging.getLogger(role))
+            made.scores = memory.scores
             made.talk = stack.enter_context(contextlib.closing(talk))
             moved(engine.pool)
             assert talk.start(60.0), running.text()
