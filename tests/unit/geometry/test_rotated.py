@@ -242,7 +242,7 @@ def test_a_chunk_has_half_of_the_room_for_lists_of_places_at_most() -> None:
 
 def test_a_layer_has_its_keys_rotated_or_not() -> None:
     pool = describe(mla(layers=1, more=(VLLM, SGLANG)))
-    assert "part: layer 0 has index_key rotated and not" in check_pool(pool)
+    assert "part: layer 0 has index_key in two forms" in check_pool(pool)
 
 
 def test_rotated_rows_of_attention_are_the_models() -> None:
