@@ -24,7 +24,7 @@ def sessions_of(world: World) -> Mapping[str, Session]:
 def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
     world = World(senders=2)
     sessions, pool, assignment = sessions_of(world), world.receivers[0].engine.pool, ShardAssignment()
-    first, _ = assignment.takes("P0", sessions, pool)
+    first, *_ = assignment.takes("P0", sessions, pool)
     senders = world.receivers[0].receiving._senders
     assert senders.whole("P0") is sessions and assignment.takes("P0", sessions, pool)[0] is first
     senders.enter("P1", sessions["P1"])
@@ -32,7 +32,7 @@ def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
     senders.enter("P1", replace(sessions["P1"]))
     others = senders.whole("P0")
     assert others is not None
-    again, _ = assignment.takes("P0", others, pool)
+    again, *_ = assignment.takes("P0", others, pool)
     assert again == first and again is not first
     assert assignment.takes("P0", sessions, copy(pool))[0] is not first
     assignment.forget()
