@@ -59,6 +59,12 @@ class Given(Request):
 
     rows: Rows
     end: int
+    # What SGLang's scheduler reads and sets of a request:
+    disagg_kv_sender: Any
+    origin_input_ids: Any
+    disagg_decode_prefix_len: int
+    start_send_idx: int
+    extend_end: int
 
     def numbers(self, cache: tuple[int, str]) -> np.ndarray:
         ratio = int(cache[1].rpartition(" ")[2]) if cache[1].startswith(("rows", "keys")) else 1
@@ -92,7 +98,7 @@ class Sides:
         self.engines, self.managers = {}, {}
         for role, length in zip(("prefill", "decode"), drafts, strict=True):
             self.engines[role] = engine = Engine(role == "decode", length)
-            for each in engine.model:
+            for each in engine.model.children():
                 name = "index " * each.is_in_indexer
                 each.load_ape_weight(each.ape, self.ape[each.layer_id, f"{name}state of {each.ratio}"])
             (of,) = stack.enter_context(attached(folder, role, [engine]))
@@ -200,9 +206,10 @@ def assert_rows(request: Given) -> None:
     request.tokens = request.end
     for cache in request.rows:
         if cache[1].startswith("keys"):
-            parts = [memory[where].numpy() for memory, where, _ in request.pieces(cache, request.numbers(cache))]
+            pieces = request.pieces(cache, request.numbers(cache))
+            keys, scales = (memory[where].numpy() for memory, where, _ in pieces)
             own = request.rows[cache]
-            ours, theirs = numbers(own[:, :128], own[:, 128:], "pow2_fp32"), numbers(*parts, "pow2_fp32")
+            ours, theirs = numbers(own[:, :128], own[:, 128:], "pow2_fp32"), numbers(keys, scales, "pow2_fp32")
             assert np.array_equal(ours, theirs), cache
         else:
             request.compare(cache, request.numbers(cache))
