@@ -98,6 +98,7 @@ class Sides:
         self.engines, self.managers = {}, {}
         for role, length in zip(("prefill", "decode"), drafts, strict=True):
             self.engines[role] = engine = Engine(role == "decode", length)
+            each: Any
             for each in engine.model.children():
                 name = "index " * each.is_in_indexer
                 each.load_ape_weight(each.ape, self.ape[each.layer_id, f"{name}state of {each.ratio}"])
