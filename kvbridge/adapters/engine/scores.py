@@ -39,7 +39,7 @@ class Scores(Value):
 
     @classmethod
     def of(cls, compressors: list[Compressor | None], sign: int) -> Scores | None:
-        """None unless all have fp32 rows and a weight for each place and number: then scores stay as they come."""
+        """None unless all have fp32 rows, and beside them a weight for each place and number."""
         known = tuple(each for each in compressors if each is not None and _is_known(each))
         return cls(known, sign) if known and len(known) == len(compressors) else None
 
@@ -62,10 +62,12 @@ class Scores(Value):
             blocks, places, tokens = (each.to(device, non_blocking=True) for each in (ids, tokens % block, tokens))
             for each in mine:
                 scores, weight = each.rows[:, :, each.rows.shape[2] // 2 :], each.weight()
-                scores[blocks, places] += self.sign * weight[tokens % len(weight)]
+                scores[blocks, places] = torch.add(
+                    scores[blocks, places], weight[tokens % len(weight)], alpha=self.sign
+                )
 
 
 def _is_known(compressor: Compressor) -> bool:
     rows, weight = compressor.rows, compressor.weight()
-    is_fp32 = rows.dtype == weight.dtype == torch.float32
+    is_fp32 = rows.dtype == weight.dtype == torch.float32 and rows.device == weight.device
     return is_fp32 and len(weight) in RATIOS and tuple(weight.shape[1:]) == (rows.shape[2] // 2,)

@@ -212,8 +212,9 @@ def _is_of_whole_rows(spec: Any) -> bool:
     prefix that its cache hands out ends between two such rows, so that none of their tokens is read again.
     """
     one = _one_of(spec)
+    # A window of latents names the dtype that was asked for, and may be in fp32, too.
     is_of_rows = type(one).__name__ == "SlidingWindowMLASpec" and one.dtype == torch.float32
-    return is_of_rows and one.sliding_window == ROW_TOKENS
+    return is_of_rows and one.cache_dtype_str is None and one.sliding_window == ROW_TOKENS
 
 
 def is_ring(spec: Any) -> bool:

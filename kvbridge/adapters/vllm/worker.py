@@ -275,11 +275,19 @@ class WorkerSide:
         else:
             self._scales.is_used = True
             if receive is not None:
-                if ended.other_scores:
-                    assert self._scores is not None
-                    self._scores.finish(receive.want)
-                self._reports.received.add(receive.request_id)
+                self._received(ended, receive)
         self._abandoned.discard(number)
+
+    def _received(self, ended: Ended, receive: Receive) -> None:
+        """Its rows are there. Report it once their scores are finished, or are behind what the GPU does now."""
+        if ended.other_scores:
+            assert self._scores is not None
+            try:
+                self._scores.finish(receive.want)
+            except RuntimeError as error:  # no memory for the sums: vLLM computes the prompt
+                log.warning("%s: KV came, but not its scores' weights: %s", ended.request, error)
+                return self._failed(ended.number, receive, "scores_unfinished")
+        self._reports.received.add(receive.request_id)
 
     def _failed(self, number: int, receive: Receive | None, code: str) -> None:
         """Report it. Count what vLLM now computes; without `recompute` the request fails instead."""

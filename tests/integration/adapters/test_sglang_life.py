@@ -78,10 +78,10 @@ class Talk:
     def is_open(self, number: int) -> bool:
         return number in self.open
 
-    def end(self, kind: Any, code: str = "", number: int = 0) -> None:
+    def end(self, kind: Any, code: str = "", number: int = 0, other_scores: bool = False) -> None:
         """This, or what has been open for longest."""
         number = number or min(self.open)
-        self.news.append(Ended(number, self.open.pop(number), kind, code, f"because of {code}"))
+        self.news.append(Ended(number, self.open.pop(number), kind, code, f"because of {code}", other_scores))
 
     def turn(self) -> list[Ended]:
         news, self.news = self.news, []
@@ -420,6 +420,31 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
     made.clear()
     assert not decode.rooms.owned() and not decode.request_status and not decode.owners
+
+
+@pytest.mark.parametrize("why", ["", "aborted", "no memory"])
+def test_scores_are_finished_once_before_their_request_has_succeeded(decode: Any, why: str) -> None:
+    finished: list[Any] = []
+
+    def finish(want: Any) -> None:
+        finished.append(want)
+        if why == "no memory":
+            raise RuntimeError("CUDA out of memory")
+
+    decode.scores = SimpleNamespace(finish=finish)
+    made = wanted(decode)
+    (want,) = decode.talk.said
+    decode.talk.end("want", other_scores=True)
+    decode._look_at = 0.0
+    decode.look()
+    assert made.ended is not None and not finished
+    if why == "aborted":
+        made.abort()
+    for _ in range(3):
+        assert listen(decode, made) == (FAILED if why else WAITING)
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(decode, made) == (FAILED if why else SUCCESS)
+    assert finished == [want] * (why != "aborted"), "pages of a request that has failed are soon another's"
 
 
 def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone(decode: Any) -> None:

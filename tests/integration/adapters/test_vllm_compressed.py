@@ -12,9 +12,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from kvbridge_proto.pool import Pool, Shard
+from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 from vllm.v1.request import Request
 
+from kvbridge.adapters.vllm.layers import kind_of, window_of
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Incompatible, Same, verdict
@@ -209,6 +212,15 @@ def test_a_drafts_layer_is_one_more_with_a_window(engines: dict[str, Engine], mo
     monkeypatch.setattr(engine.config.model_config.hf_text_config, "num_hidden_layers", 3)
     model = pool_of(engine).model
     assert (model.drafts, model.depth) == ((3,), 3)
+
+
+def test_a_window_of_latents_in_fp32_is_not_taken_for_what_rows_of_128_are_made_of(engines: dict[str, Engine]) -> None:
+    specs = [group.kv_cache_spec for group in engines["auto"].cache.kv_cache_groups]
+    made_of = next(spec for spec in specs if window_of(spec) == 128 and spec.dtype == torch.float32)
+    latents = SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, head_size=512, dtype=torch.float32, sliding_window=128, cache_dtype_str="auto"
+    )
+    assert kind_of(made_of) == "chunked" and (kind_of(latents), window_of(latents)) == ("sliding", 128)
 
 
 def test_context_parallel_ranks_are_refused_by_name(engines: dict[str, Engine]) -> None:

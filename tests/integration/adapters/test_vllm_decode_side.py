@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from kvbridge_proto.engine import Abandon, Computed, Directory, Done, Failed, Offer, Refused, Released, Want
+from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -233,6 +234,35 @@ def test_an_abort_after_the_last_byte_frees_at_once(world: World, agent: FakeAge
     world.run()
     assert not agent.take(Abandon)
     world.assert_empty()
+
+
+@pytest.mark.parametrize("why", ["", "aborted", "no memory", "failed"])
+def test_scores_are_finished_once_before_their_request_runs_and_only_if_its_rows_came(
+    world: World, agent: FakeAgent, why: str
+) -> None:
+    finished: list[Want] = []
+
+    def finish(want: Want) -> None:
+        finished.append(want)
+        if why == "no memory":
+            raise RuntimeError("CUDA out of memory")
+
+    world.workers[0].worker._scores = SimpleNamespace(finish=finish)
+    runs: list[tuple[int, int]] = []
+    request = world.decode(40)
+    world.on_forward = lambda: runs.append((len(finished), sum(world.scheduled.num_scheduled_tokens.values())))
+    world.step()
+    want = agent.one(Want)
+    if why == "aborted":
+        world.abort(request)
+        world.step()
+        assert world.free_blocks == 99 - 3, "they are still the request's"
+    agent.say(replace(done(want), other_scores=True) if why != "failed" else failed(want))
+    agent.say(replace(done(want), other_scores=True))
+    world.finish()
+    assert [each.number for each in finished] == [want.number] * (why != "failed")
+    tokens = {"": [(1, 1)], "aborted": [], "no memory": [(1, 40)], "failed": [(0, 40)]}[why]
+    assert runs[:1] == tokens, "the prompt's last token only, unless its rows did not come"
 
 
 def test_a_request_that_never_ran_lets_the_other_side_free(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvbridge_proto.pool import Shard
 from safetensors.torch import load_file
 
 from demo.model import VOCABULARY
@@ -31,6 +32,7 @@ from tests.support.index_keys import numbers, received
 from tests.system.engines import fleet as vllm
 from tests.system.engines.compressed import write_v4
 from tests.system.engines.fleet import prompt
+from tests.system.engines.halfway import BACK_S, STANDS, go_on, start_agents, wait_standing
 from tests.system.engines.test_states import alone
 from tests.system.sglang.fleet import TOKENS
 
@@ -67,18 +69,21 @@ class Given(Request):
     extend_end: int
 
     def numbers(self, cache: tuple[int, str]) -> np.ndarray:
-        ratio = int(cache[1].rpartition(" ")[2]) if cache[1].startswith(("rows", "keys")) else 1
-        last = self.end // ratio
-        return np.arange(last - len(self.rows[cache]), last)
+        return numbers_of(cache, self.rows[cache], self.end)
 
     def value(self, cache: tuple[int, str], numbers: np.ndarray, width: int) -> np.ndarray:
         return self.rows[cache][numbers - self.numbers(cache)[0]] if len(numbers) else np.zeros((0, width), np.uint8)
 
 
-class Sides:
-    """vLLM's engines, and a rank of an SGLang server of each role, which drafts or not."""
+def numbers_of(cache: tuple[int, str], rows: np.ndarray, end: int) -> np.ndarray:
+    ratio = int(cache[1].rpartition(" ")[2]) if cache[1].startswith(("rows", "keys")) else 1
+    return np.arange(end // ratio - len(rows), end // ratio)
 
-    def __init__(self, folder: Path, stack: ExitStack, drafts: tuple[int, int]) -> None:
+
+class Sides:
+    """vLLM's engines, and an SGLang server of each role, of so many ranks, which drafts or not."""
+
+    def __init__(self, folder: Path, stack: ExitStack, drafts: tuple[int, int], ranks: int) -> None:
         self.vllm = vllm.Fleet(
             folder,
             stack,
@@ -95,26 +100,33 @@ class Sides:
             for layer, ratio in enumerate(RATIOS)
             for name, of in [("", "")] * (ratio > 0) + [("index ", "indexer.")] * (ratio == 4)
         }
-        self.engines, self.managers = {}, {}
+        self.ranks: dict[str, list[tuple[Engine, Any]]] = {}  # by role: each with its manager
         for role, length in zip(("prefill", "decode"), drafts, strict=True):
-            self.engines[role] = engine = Engine(role == "decode", length)
+            shards = [Shard(tp_rank=rank, tp_size=ranks) for rank in range(ranks)]
+            engines = [Engine(role == "decode", length, shard=shard) for shard in shards]
             each: Any
-            for each in engine.model.children():
+            for each in chain.from_iterable(engine.model.children() for engine in engines):
                 name = "index " * each.is_in_indexer
                 each.load_ape_weight(each.ape, self.ape[each.layer_id, f"{name}state of {each.ratio}"])
-            (of,) = stack.enter_context(attached(folder, role, [engine]))
-            of.queue.scheduler.model_config.vocab_size = VOCABULARY
-            of.digest = lambda req: prompt_digest(req, ("", ""))
-            self.managers[role] = of
+            managers = stack.enter_context(attached(folder, role, engines))
+            for of in managers:
+                of.queue.scheduler.model_config.vocab_size = VOCABULARY
+                of.digest = lambda req: prompt_digest(req, ("", ""))
+            self.ranks[role] = list(zip(engines, managers, strict=True))
 
     def rows(self, name: str, request: str, tokens: int) -> Rows:
-        """What a vLLM engine has of a request after so many tokens, or what has come."""
-        (found,) = self.vllm[name].states(request, tokens, self.vllm.folder / "rows.npz")
-        named = {}
-        for name, rows in found.items():
-            layer, cache = name.removeprefix("model.layers.").split(".", 1)
-            named[int(layer), CACHES[cache].format(RATIOS[int(layer)])] = rows
-        return named
+        """What a vLLM engine has of a request after so many tokens."""
+        (found,) = self.of_ranks(name, request, tokens)
+        return found
+
+    def of_ranks(self, name: str, request: str, tokens: int) -> Iterator[Rows]:
+        """The same, or what has come, on each rank."""
+        for found in self.vllm[name].states(request, tokens, self.vllm.folder / "rows.npz"):
+            named = {}
+            for cache, rows in found.items():
+                layer, part = cache.removeprefix("model.layers.").split(".", 1)
+                named[int(layer), CACHES[part].format(RATIOS[int(layer)])] = rows
+            yield named
 
     def at_sglang(self, rows: Rows, end: int, take: Any = np.subtract) -> Rows:
         """The same as SGLang keeps it. `take` says how it takes weights off scores."""
@@ -132,10 +144,10 @@ class Sides:
         return found
 
 
-@pytest.fixture(scope="module", params=[(0, 0), (4, 4)], ids=["", "longer rings"])
+@pytest.fixture(scope="module", params=[((0, 0), 1), ((4, 4), 2)], ids=["", "longer rings of two ranks"])
 def sides(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Sides]:
     with ExitStack() as stack:
-        yield Sides(tmp_path_factory.mktemp("v4"), stack, request.param)
+        yield Sides(tmp_path_factory.mktemp("v4"), stack, *request.param)
 
 
 def computed(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -165,41 +177,73 @@ def poll(made: Any) -> int:
     return status
 
 
-def to_sglang(sides: Sides, tokens: list[int]) -> None:
-    """vLLM prefills, SGLang takes: it has what vLLM has computed, as SGLang keeps it, and nothing else was written."""
-    from kvbridge.adapters.sglang.manager import PrefillServers
-    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+class ToSGLang:
+    """vLLM has prefilled a prompt, each rank of SGLang's server fetches what it lacks: all but a prefix."""
 
-    of, engine, room = sides.managers["decode"], sides.engines["decode"], next(ROOMS)
-    name = sides.vllm.name("p")
-    params = vllm.PREFILL | {"bootstrap_room": room, "fetched_by": "sglang"}
-    prefilled = sides.vllm["large"].run(name, tokens, 1, params)
-    assert prefilled.params, "nothing was offered"
-    rows = sides.rows("large", name, len(tokens))
-    host, port, id = (prefilled.params[key] for key in ("remote_host", "remote_port", "remote_request_id"))
-    request = Given(engine, 0, engine.request(0).kv)
-    states = request.preallocate(len(tokens))
-    of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
-    of.queue.metadata_buffers = SimpleNamespace(
-        output_ids=np.zeros((2, 16)),
-        output_token_logprobs_val=np.zeros((2, 16)),
-        output_token_logprobs_idx=np.zeros((2, 16)),
-        cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
-        bootstrap_room=np.zeros((2, 8), np.uint64),
-    )
-    made = KVBridgeReceiver(of, FOREIGN, room)
-    made._setup_bootstrap_infos()
-    said = {"sender": f"tcp://{host}:{port}", "first_token": prefilled.tokens[0], "rendezvous": id}
-    made.bind(told(request, tokens, room, said), len(tokens))
-    of.update_status(room, WAITING)
-    before = [each.clone() for each in engine.tensors()]
-    made.send_metadata(np.array(pages(request, 0, len(tokens)).ids, np.int32), 1, states, 0)
-    assert poll(made) == SUCCESS, of.failure_records
-    made.clear()
-    request.rows, request.end = sides.at_sglang(rows, len(tokens)), len(tokens)
-    assert_rows(request)
-    assert_others_are_untouched(request, before)
-    engine.free(request)
+    def __init__(self, sides: Sides, tokens: list[int], prefix: int = 0) -> None:
+        name, room = sides.vllm.name("p"), next(ROOMS)
+        params = vllm.PREFILL | {"bootstrap_room": room, "fetched_by": "sglang"}
+        prefilled = sides.vllm["large"].run(name, tokens, 1, params)
+        assert prefilled.params, "nothing was offered"
+        host, port, id = (prefilled.params[key] for key in ("remote_host", "remote_port", "remote_request_id"))
+        said = {"sender": f"tcp://{host}:{port}", "first_token": prefilled.tokens[0], "rendezvous": id}
+        rows = sides.at_sglang(sides.rows("large", name, len(tokens)), len(tokens))
+        self.ranks = []
+        for engine, of in sides.ranks["decode"]:
+            request = Given(engine, 0, engine.request(0).kv)
+            request.rows, request.end = rows, len(tokens)
+            states = request.preallocate(len(tokens), prefix)
+            before = [each.clone() for each in engine.tensors()]
+            made = self._receiver(of, told(request, tokens, room, said), len(tokens) - prefix)
+            made.send_metadata(np.array(pages(request, prefix, len(tokens)).ids, np.int32), 1, states, prefix)
+            self.ranks.append((request, made, before))
+
+    def _receiver(self, of: Any, request: Given, tokens: int) -> Any:
+        from kvbridge.adapters.sglang.manager import PrefillServers
+        from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+
+        of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
+        of.queue.metadata_buffers = SimpleNamespace(
+            output_ids=np.zeros((2, 16)),
+            output_token_logprobs_val=np.zeros((2, 16)),
+            output_token_logprobs_idx=np.zeros((2, 16)),
+            cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
+            bootstrap_room=np.zeros((2, 8), np.uint64),
+        )
+        made = KVBridgeReceiver(of, FOREIGN, request.bootstrap_room)
+        made._setup_bootstrap_infos()
+        made.bind(request, tokens)
+        of.update_status(request.bootstrap_room, WAITING)
+        return made
+
+    def come(self) -> None:
+        """It has what vLLM has computed, as SGLang keeps it, and nothing else was written."""
+        for request, made, before in self.ranks:
+            assert poll(made) == SUCCESS, made.kv_mgr.failure_records
+            made.clear()
+            assert_rows(request)
+            assert_others_are_untouched(request, before)
+            request.engine.free(request)
+
+    def come_to_nobody(self) -> None:
+        """The rows have come, and the request is aborted before SGLang hears of it: its pages are another's then."""
+        for request, made, before in self.ranks:
+            limit = time.monotonic() + ANSWER_S
+            while made.ended is None:
+                assert time.monotonic() < limit
+                made.kv_mgr._look_at = 0.0
+                made.kv_mgr.look()
+                time.sleep(0.001)
+            assert made.ended.is_good and made.ended.other_scores
+            made.abort()
+            for each in request.engine.tensors():
+                each.random_(256)
+            before = [each.clone() for each in request.engine.tensors()]
+            assert poll(made) == FAILED
+            made.clear()
+            assert all(map(torch.equal, before, request.engine.tensors()))
+            request.tokens = request.end
+            request.engine.free(request)
 
 
 def assert_rows(request: Given) -> None:
@@ -229,53 +273,140 @@ def assert_others_are_untouched(request: Given, before: list[torch.Tensor]) -> N
             assert torch.equal(rows, kept), cache
 
 
-def to_vllm(sides: Sides, tokens: list[int]) -> tuple[list[int], int]:
-    """SGLang has computed all but the last token, vLLM decodes: the tokens, and how many it did not compute."""
-    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Scheduler
+class ToVLLM:
+    """Each rank of SGLang's server has computed all but a prompt's last token, and offers it. `first` begins alike."""
 
-    from kvbridge.adapters.sglang.sender import KVBridgeSender
+    def __init__(self, sides: Sides, tokens: list[int], first: ToVLLM | None = None) -> None:
+        from kvbridge.adapters.sglang.sender import KVBridgeSender
 
-    name = sides.vllm.name("p")
-    sides.vllm["large"].run(name, tokens, 1, dict(vllm.PREFILL))
-    end = len(tokens) - 1
-    of, engine, room = sides.managers["prefill"], sides.engines["prefill"], next(ROOMS)
-    request = Given(engine, 0, engine.request(0).kv)
-    rows = sides.rows("large", name, end)
-    request.rows, request.end = sides.at_sglang(rows, end, computed), end
-    engine.extend(request, end)
-    for cache in request.rows:
-        request.put(cache, request.numbers(cache))
-    request.tokens = end
-    made = request.disagg_kv_sender = KVBridgeSender(of, FOREIGN, room)
-    made.bind(told(request, tokens, room, {"fetched_by": "vllm"}))
-    assert len(request.origin_input_ids) == end, "vLLM computes the last token"
-    assert made.poll() == WAITING, of.failure_records
-    request.disagg_decode_prefix_len = request.start_send_idx = made.pop_decode_prefix_len()
-    made.init(-(-end // PAGE), 1)
-    request.extend_end = end
-    Scheduler._send_kv_chunk(scheduler_of(of), request, last_chunk=True)
-    host, _, port = of.talk.address.removeprefix("tcp://").partition(":")
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
-    params |= {"remote_host": host, "remote_port": int(port)}
-    wanted = sides.vllm.name("d")
-    answer = sides.vllm["small"].run(wanted, tokens, TOKENS, params)
-    for cache, each in sides.rows("small", wanted, end).items():
-        assert np.array_equal(each, rows[cache]) or cache[1].startswith("keys"), cache
-    assert poll(made) == SUCCESS, of.failure_records
-    assert_rows(request)  # what was offered is as it was
-    made.clear()
-    engine.free(request)
-    return list(answer.tokens), answer.cached
+        name, room, self.tokens, self.sides, self.wanted = sides.vllm.name("p"), next(ROOMS), tokens, sides, ""
+        sides.vllm["large"].run(name, tokens, 1, dict(vllm.PREFILL))
+        end = len(tokens) - 1
+        self.rows = sides.rows("large", name, end)
+        if first is not None:
+            self._take_from(first)
+        self.ranks = []
+        for engine, of in sides.ranks["prefill"]:
+            request = Given(engine, 0, engine.request(0).kv)
+            request.rows, request.end = sides.at_sglang(self.rows, end, computed), end
+            engine.extend(request, end)
+            for cache in request.rows:
+                request.put(cache, request.numbers(cache))
+            request.tokens = end
+            made = request.disagg_kv_sender = KVBridgeSender(of, FOREIGN, room)
+            made.bind(told(request, tokens, room, {"fetched_by": "vllm"}))
+            assert len(request.origin_input_ids) == end, "vLLM computes the last token"
+            assert made.poll() == WAITING, of.failure_records
+            self._send(of, request, made)
+            self.ranks.append((request, made))
+        host, _, port = sides.ranks["prefill"][0][1].talk.address.removeprefix("tcp://").partition(":")
+        self.params = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
+        self.params |= {"remote_host": host, "remote_port": int(port)}
+
+    def _take_from(self, first: ToVLLM) -> None:
+        """The rows that both have: computed in another batch they are rounded otherwise."""
+        for cache, rows in first.rows.items():
+            own = self.rows[cache]
+            ours, theirs = numbers_of(cache, own, len(self.tokens) - 1), numbers_of(cache, rows, len(first.tokens) - 1)
+            own[np.isin(ours, theirs)] = rows[np.isin(theirs, ours)]
+
+    def _send(self, of: Any, request: Given, made: Any) -> None:
+        from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Scheduler
+
+        request.disagg_decode_prefix_len = request.start_send_idx = made.pop_decode_prefix_len()
+        made.init(-(-request.end // PAGE), 1)
+        request.extend_end = request.end
+        Scheduler._send_kv_chunk(scheduler_of(of), request, last_chunk=True)
+
+    def submit(self, name: str = "small") -> None:
+        self.wanted, self.name = self.sides.vllm.name("d"), name
+        self.sides.vllm[name].submit(self.wanted, self.tokens, TOKENS, self.params)
+
+    def decoded(self) -> list[int]:
+        """What vLLM says, which has all rows, as another vLLM has computed them."""
+        answer = self.sides.vllm[self.name].result(self.wanted)
+        assert answer.cached == len(self.tokens) - 1, "the prompt did not travel, it was computed again"
+        for held in self.sides.of_ranks(self.name, self.wanted, len(self.tokens) - 1):
+            for cache, each in held.items():
+                assert np.array_equal(each, self.rows[cache]) or cache[1].startswith("keys"), cache
+        self.end(SUCCESS)
+        return list(answer.tokens)
+
+    def end(self, *statuses: int) -> None:
+        for request, made in self.ranks:
+            assert poll(made) in statuses, made.kv_mgr.failure_records
+            assert_rows(request)  # what was offered is as it was
+            made.clear()
+            request.engine.free(request)
+
+
+def to_vllm(sides: Sides, tokens: list[int], name: str = "small", first: ToVLLM | None = None) -> list[int]:
+    crossing = ToVLLM(sides, tokens, first)
+    crossing.submit(name)
+    return crossing.decoded()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_vllm_goes_on_from_sglangs_rows(sides: Sides, length: int) -> None:
-    tokens = prompt(length, next(SEEDS))
-    found, cached = to_vllm(sides, tokens)
-    assert cached == length - 1, "the prompt did not travel, it was computed again"
-    assert found == alone(sides.vllm, tokens, TOKENS)
+    tokens = fresh(length)
+    assert to_vllm(sides, tokens) == alone(sides.vllm, tokens, TOKENS)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sglang_has_what_vllm_has_computed(sides: Sides, length: int) -> None:
-    to_sglang(sides, prompt(length, next(SEEDS)))
+    ToSGLang(sides, fresh(length)).come()
+
+
+@pytest.mark.parametrize("more", [2, 3, 4, 5, 8, 130])
+def test_a_prefix_that_vllm_has_keeps_its_weights(sides: Sides, more: int) -> None:
+    """Its cache has the first block, which came from SGLang; the next rows are made of that one's last tokens, too."""
+    first = ToVLLM(sides, fresh(PAGE + 1))
+    first.submit()
+    first.decoded()
+    local = sides.vllm["small"].run(sides.vllm.name("local"), [*first.tokens[:PAGE], *fresh(2)], 1)
+    assert local.cached == PAGE
+    to_vllm(sides, [*first.tokens[:PAGE], *fresh(more)], first=first)
+
+
+@pytest.mark.parametrize("length", [384, 387, 640])
+def test_a_prefix_that_sglang_has_is_left_alone(sides: Sides, length: int) -> None:
+    ToSGLang(sides, fresh(length), prefix=PAGE).come()
+
+
+def test_several_at_once_begin_alike(sides: Sides) -> None:
+    begin = fresh(PAGE)
+    for number in range(2):
+        crossings = [ToVLLM(sides, [*begin, *fresh(more)]) for more in (3, 8 + number)]
+        for each in crossings:
+            each.submit()
+        for each in crossings:
+            each.decoded()
+
+
+def test_every_rank_of_vllm_finishes_its_own(sides: Sides) -> None:
+    """Ranks add in another order, so that tokens are compared with nothing."""
+    sides.vllm.start("two")
+    for length in (7, 130, 262):
+        to_vllm(sides, fresh(length), "two")
+
+
+def test_what_came_for_an_aborted_request_is_left_alone_by_sglang(sides: Sides) -> None:
+    ToSGLang(sides, fresh(262)).come_to_nobody()
+    ToSGLang(sides, fresh(262)).come()
+
+
+def test_vllm_aborts_a_request_while_its_rows_travel(sides: Sides) -> None:
+    start_agents(sides.vllm, "small", STANDS)
+    crossing = ToVLLM(sides, fresh(300))
+    crossing.submit()
+    wait_standing(sides.vllm, "small")
+    sides.vllm["small"].abort(crossing.wanted)
+    go_on(sides.vllm, "small")
+    crossing.end(SUCCESS, FAILED)
+    sides.vllm["small"].wait_empty(BACK_S)
+    tokens = fresh(300)
+    assert to_vllm(sides, tokens) == alone(sides.vllm, tokens, TOKENS)
+
+
+def fresh(length: int) -> list[int]:
+    return prompt(length, next(SEEDS))

@@ -39,6 +39,17 @@ def test_scores_of_the_other_form_need_an_engine_that_finishes_them(sender: str,
     assert isinstance(found, Incompatible) and "scores: sender" in found.reasons[0], found
 
 
+@pytest.mark.parametrize(
+    ("sender", "receiver"), [("vllm -tp 2 -pp 2", "sglang --tp 4 --pp-size 2"), ("sglang --pp-size 4", "vllm -tp 4")]
+)
+def test_every_rank_is_told_whatever_ranks_the_other_side_has(sender: str, receiver: str) -> None:
+    model = read({"text_config": DEEPSEEK_V4})
+    ours = pools_of(model, parse(sender), "m", "e")
+    for theirs in pools_of(model, parse(receiver), "m", "d", is_decoder=True):
+        assert theirs.finishes_scores and has_other_scores(ours, theirs)
+        assert not any(isinstance(verdict(each, theirs), Incompatible) for each in ours)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_scores_of_one_form_are_left_alone(engine: str) -> None:
     ours, theirs = pool(engine), replace(pool(engine, is_decoder=True), finishes_scores=False)
@@ -87,6 +98,7 @@ def test_only_what_a_want_has_brought_is_changed(sign: int, first: int, end: int
         (torch.zeros(2, 4, 6), torch.zeros(4, 3, dtype=torch.bfloat16)),
         (torch.zeros(2, 4, 6), torch.zeros(4, 6)),
         (torch.zeros(2, 4, 6), torch.zeros(2, 3)),
+        (torch.zeros(2, 4, 6), torch.zeros(4, 3, device="meta")),
     ],
 )
 def test_rows_or_weights_of_another_form_are_not_finished(rows: torch.Tensor, weight: torch.Tensor) -> None:
