@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from kvbridge_proto.pool import Shard
-from safetensors.torch import load_file
 
 from demo.model import VOCABULARY
 from kvbridge.adapters.sglang.prompts import prompt_digest
@@ -84,6 +83,8 @@ class Sides:
     """vLLM's engines, and an SGLang server of each role, of so many ranks, which drafts or not."""
 
     def __init__(self, folder: Path, stack: ExitStack, drafts: tuple[int, int], ranks: int) -> None:
+        from safetensors.torch import load_file  # which an agent's environment lacks
+
         self.vllm = vllm.Fleet(
             folder,
             stack,
