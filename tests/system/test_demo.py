@@ -14,7 +14,9 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
+from demo.__main__ import demo as program
 from demo.real import ACROSS, OF_VLLM, RealOutcome, compare, conclude, report
 from demo.rows import write
 from demo.servers import DemoServer
@@ -38,10 +40,10 @@ CROSSED = [pair for pairs in (ACROSS | OF_VLLM).values() for pair in pairs]
 AS_ALONE = RealOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
-def demo(*arguments: str | Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """As `make demo` runs it, in a terminal that is wide enough for the times of a busy machine."""
-    command = [PYTHON, "-m", "demo", *map(str, arguments)]
     env = os.environ | {"COLUMNS": "120"}
+    command = [PYTHON, "-m", "demo", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=env)
 
 
@@ -159,12 +161,14 @@ def test_cross_demo_sees_a_wrong_row(sender: DemoServer, receiver: DemoServer, t
 
 @pytest.mark.parametrize(("flag", "engine"), [("--vllm", "vllm"), ("--cross", "vllm"), ("--cross", "sglang")])
 def test_demo_of_real_engines_says_what_it_needs(tmp_path: Path, flag: str, engine: str) -> None:
-    others: list[str | Path] = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
-    told = demo(flag, *others, f"--{engine}-python", tmp_path / "python")
-    assert told.returncode == 1
+    others = [] if engine == "vllm" else ["--vllm-python", str(_python(tmp_path / "good", 0))]
+    app, chosen = typer.Typer(), f"--{engine}-python"
+    app.command()(program)
+    told = CliRunner().invoke(app, [flag, *others, chosen, str(tmp_path / "python")])
+    assert told.exit_code == 1
     assert f"no_{engine}: no Python at {tmp_path}/python" in told.stderr
-    told = demo(flag, *others, f"--{engine}-python", _python(tmp_path / "bare", 1))
-    assert told.returncode == 1
+    told = CliRunner().invoke(app, [flag, *others, chosen, str(_python(tmp_path / "bare", 1))])
+    assert told.exit_code == 1
     assert f"does not have both {engine} and kvbridge" in told.stderr
 
 
