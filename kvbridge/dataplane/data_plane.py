@@ -7,7 +7,8 @@ once. While nothing is in flight the thread sleeps on an eventfd. Otherwise it p
 spins keeps the interpreter from the loop.
 
 To wake the thread, and to be told by it, takes longer than to begin one small read. So while the thread sleeps with
-nothing under way the loop may take its turn (`_turn`): it begins the read, and looks a few times whether it is over.
+nothing under way but such reads the loop may take its turn (`_turn`): it begins the read, and looks a few times whether
+it is over.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ POLL_NAP_S = 2e-6
 POLL_NAPS_S = 0.002
 LONGEST_NAP_S = 0.001
 LINGER_ON_GPU_S = 0.03
+# What the loop begins itself: reads of rows and states, from two senders. More small ones share launches on the thread.
+MOST_CHUNKS_HERE = 2
+MOST_READS_HERE = 2
 LOOKING_S = 1e-3  # in which the loop looks for the end of what it has begun; then the thread is woken to do so
 GATHERING_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
 NOTICE = Limits(frame_bytes=4096)  # the fabric itself allows notices of 16 MiB
@@ -216,10 +220,12 @@ class DataPlane:
 
     def _may_begin_here(self, pull: Pull) -> bool:
         """Whether the loop may begin this read. If so it has the turn, which ends with `_begin_here`."""
-        is_brief = pull.end_chunk - pull.first_chunk == 1 and pull.plan.total_bytes <= self._at_work.copier.brief_bytes
+        is_brief = pull.end_chunk - pull.first_chunk <= MOST_CHUNKS_HERE
+        is_brief &= pull.plan.total_bytes <= self._at_work.copier.brief_bytes
         if not is_brief or not self._turn.acquire(blocking=False):
             return False
-        is_busy = self._tasks or self._moving or self._fenced  # in their order, and small reads share launches
+        is_busy = self._tasks or self._fenced or len(self._moving) >= MOST_READS_HERE
+        is_busy = is_busy or not self._moving.keys() <= self._begun_here  # the thread's come first
         if is_busy or self._pulling.closing or self._stopping or armed():  # a failpoint may hold up who passes it
             self._turn.release()
             return False

@@ -54,7 +54,7 @@ class Compiling(Exception):
 class BlockCopier(abc.ABC):
     """One processor and the memory it works on. The defaults are those of one that has moved all when a call returns.
 
-    A pull of one chunk of up to `brief_bytes` begins no later than another thread would wake.
+    Pulls of up to `brief_bytes` in a chunk or two begin no later than another thread would wake.
     """
 
     memory: Literal["dram", "vram"]  # that its slots are in

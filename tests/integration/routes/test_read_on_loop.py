@@ -123,20 +123,38 @@ async def test_it_is_begun_here_and_its_end_is_seen_here(copier: Threads, ears: 
         assert ears.ended == ["t"]
 
 
-@pytest.mark.parametrize("why", ["another is under way", "it has two chunks", "it is large", "a failpoint is armed"])
+async def test_two_of_rows_and_states_are_begun_here(copier: Threads, ears: Ears) -> None:
+    """As a rank wants them of two."""
+    async with serving(copier, ears) as data_plane:
+        copier.may_end = False
+        for transfer in ("one", "two"):
+            read(data_plane, transfer, chunks=2)
+        assert copier.begun == [LOOP] * 4
+        copier.may_end = True
+        await until(lambda: ears.ended == ["one", "two"])
+
+
+@pytest.mark.parametrize(
+    "why", ["two are under way", "the thread reads", "it has three chunks", "it is large", "a failpoint is armed"]
+)
 async def test_it_is_left_to_the_thread_if(
     copier: Threads, ears: Ears, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(copier, ears) as data_plane:
-        if why == "another is under way":
+        if why == "two are under way":
             copier.may_end = False
-            read(data_plane, "first")
+            for transfer in ("first", "second"):
+                read(data_plane, transfer)
+        elif why == "the thread reads":
+            copier.may_end = False
+            read(data_plane, "first", chunks=3)
+            await until(lambda: len(copier.begun) == 3 and not data_plane._turn.locked())
         elif why == "a failpoint is armed":
             monkeypatch.setattr(failpoints, "_armed", None)
             failpoints.arm("sender.gathered=kill")
         read(
             data_plane,
-            chunks=2 if why == "it has two chunks" else 1,
+            chunks=3 if why == "it has three chunks" else 1,
             size_bytes=copier.brief_bytes + (why == "it is large"),
         )
         copier.may_end = True
