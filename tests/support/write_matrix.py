@@ -14,27 +14,27 @@ WHERE = re.compile(r" \(layer \d+[^)]*\)")
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
-Which pairs of caches can be converted. For two pools of your own ask `kvbridge plan A.json B.json`; families of models:
+Which pairs of caches can be converted. Two pools of your own: `kvbridge plan A.json B.json`; families of models:
 [models.md](models.md).
 
 Written by `make golden`; do not edit. `tests/unit/test_matrix.py` carries each line's cases from one pool to another
 and compares them, element by element, with a reference that knows no plan, and sees that nothing moves a refused pair
-without an error; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. What stands in the way is named as
-by two agents that meet ([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side.
+without an error; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. `sender` is the prefill side
+([compat.py](../kvbridge/geometry/compat.py)).
 
 """
 TAIL = r"""
-Where both sides keep the tokens of a block alike, they travel in units: as many tokens as divide the blocks of both. So
-the rows between a request's last token and the end of its unit may carry what the sender's block held before. The
-engine never reads them, and overwrites them as the request grows.
+Where both sides keep the tokens of a block alike, they travel in units, as many tokens as divide the blocks of both. So
+the rows from a request's last token to the end of its unit may hold what the sender's block held before. The engine
+never reads them.
 
 ## Drafts
 
 Layers of a draft model (EAGLE, MTP, another model) may be on one side only. Those that only the decode side has get
-zeros for the prompt's tokens: the draft guesses worse until it has computed rows of its own
-([how much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right. A draft model of another name or shape
-on the other side is refused, and so is a missing layer of the model itself. Drafts of n-grams have no rows. Behind a
-vLLM prefill SGLang's first step has no hidden state to draft from: of a short answer fewer drafts are accepted.
+zeros: the draft guesses worse until it has computed rows of its own ([how
+much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right. Refused: a draft model of another name or
+shape on the other side. Drafts of n-grams have no rows. Behind a vLLM prefill SGLang's first step has no hidden state
+to draft from.
 
 ## Rounding
 
@@ -45,8 +45,7 @@ Numbers of 8 bits are rounded to nearest even and saturate. Under a scale s a nu
 BOUNDS
 
 - s is the receiver's scale: of the plane, of the head or of the row.
-- In fp16 and bf16 a number that is too large becomes an infinity, as in torch's own casts (bf16's 65520 and more in
-  fp16).
+- In fp16 and bf16 a number that is too large becomes an infinity, as in torch (bf16's 65520 and more in fp16).
 - fp8 on a GPU needs compute capability 8.9.
 - vLLM's CPU backend itself rounds fp8 towards zero.
 
@@ -62,12 +61,11 @@ most 2^-24 (\|s\| + \|s - w\|). An SGLang decode side that keeps these rows in b
 
 ## Index keys
 
-SGLang multiplies the index keys of some models by a Hadamard matrix, and its queries too; vLLM does not. kvbridge
-decodes such a key, multiplies it in fp32, and rounds it to fp8 again as vLLM's writers and SGLang's Triton one do (the
-scale is rounded up to a power of two; 1e-4 counts as the least largest number of a row; SGLang's CUDA writer does not
-round scales, its readers take any). So a key has the sender's rounding as well as its own. The bound above holds for
-the second. The first is spread over the row: each number is off by at most 1/16 of the row's length (root of the sum of
-squares) plus 12 s/1024, with the sender's s.
+SGLang multiplies the index keys of some models, and its queries, by a Hadamard matrix; vLLM does not. kvbridge decodes
+such a key, multiplies it in fp32, and rounds it to fp8 again as vLLM's writers and SGLang's Triton one do (scales up to
+a power of two; 1e-4 counts as the least largest number of a row; SGLang's CUDA writer does not round scales, its
+readers take any). So a key is rounded twice. The bound above holds for the second; by the first each number is off by
+at most 1/16 of the row's length (root of the sum of squares) plus 12 s/1024, with the sender's s.
 
 For a choice of 2048 of 16384 tokens ([index_choices.py](../bench/scenarios/index_choices.py), 64 heads, 64 queries;
 39a3188c, a 2-core AMD EPYC), shares of the tokens that are chosen:
@@ -80,7 +78,7 @@ For a choice of 2048 of 16384 tokens ([index_choices.py](../bench/scenarios/inde
 | SGLang | converted from vLLM's | 0.965, 0.980 | 0.964, 0.979 |
 | either | not converted | 0.134, 0.200 | 0.134, 0.200 |
 
-Of random keys, and of keys near a subspace with four large numbers each; none is a real model's. At random: 0.125.
+Of random keys, and of keys near a subspace with four large numbers each, no real model's. At random: 0.125.
 
 Keys whose scales are four exponents (vLLM 0.33 on SM100), to and from a vLLM on other GPUs, keep their values exactly.
 Keys that both sides rotate, or neither, with scales of one form, are copied. Through slots converted keys cross as 512
@@ -90,10 +88,9 @@ bytes a token, not 132.
 
 Rows of an fp8 cache are requantized to the receiver's scales; `kvbridge plan` says by how much they change at most.
 
-With `"kvbridge_scales": "adopt"` on the decode side, vLLM instead takes the scales of the first engine it fetches
-from: the bytes come unchanged. Only before the first request is computed or received there, warm-up included, and with
-the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise fetches of rows under other scales fail with
-`adopt_refused`.
+With `"kvbridge_scales": "adopt"` on the decode side, vLLM takes the scales of the first engine it fetches from, and
+bytes come unchanged: only before a first request, warm-up included, and with `FLASH_ATTN`, `TRITON_ATTN` or `CPU_ATTN`.
+Otherwise fetches under other scales fail with `adopt_refused`.
 
 ## What adapters refuse
 

