@@ -315,7 +315,7 @@ class Agent:
             return {(state,): partial(read, state) for state in SlotCounts.__struct_fields__}
 
         def readers(is_overdue: bool) -> float:
-            return sum((holder.over_at is not None) is is_overdue for holder in self.doors.holders())
+            return sum((importer.over_at is not None) is is_overdue for importer in self.doors.importers())
 
         received, sent = self.receive_slots, lambda: self.data_plane.send_orders.slots.counts()
         unclaimed = lambda: len(self.sending.unclaimed(self._clock()))  # noqa: E731
@@ -448,7 +448,7 @@ class Agent:
             offers=offers(self.sending, self.peers.incoming.name_of, now),
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
-            readers=readers(self.doors.holders(), now),
+            readers=readers(self.doors.importers(), now),
             errors=self._errors.statuses(),
             still_s=self.still_s(),
             metrics=self.config.metrics,

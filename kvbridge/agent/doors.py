@@ -15,7 +15,7 @@ from ..errors import PeerError
 from ..exchange.route import Rate
 from ..exchange.session import Session
 from ..failpoints import failpoint
-from ..transport.door import Handover, Holder, MemoryDoor, Shared, open_memory
+from ..transport.door import Handover, Importer, MemoryDoor, Shared, open_memory
 from ..transport.link import Link
 
 log = logging.getLogger("kvbridge.doors")
@@ -52,9 +52,9 @@ class Doors:
         """Hand over this memory from now on."""
 
     def withdraw(self, attached: AttachedMemory, reason: str) -> None:
-        """Stop handing over this memory, and tell its holders to close it."""
+        """Stop handing over this memory, and tell its importers to close it."""
 
-    def holders(self) -> list[Holder]:
+    def importers(self) -> list[Importer]:
         """Which processes have our engine's memory mapped."""
         return []
 
@@ -101,8 +101,8 @@ class LocalDoors(Doors):
     def withdraw(self, attached: AttachedMemory, reason: str) -> None:
         self._door.end(attached.epoch, reason)
 
-    def holders(self) -> list[Holder]:
-        return self._door.holders()
+    def importers(self) -> list[Importer]:
+        return self._door.importers()
 
 
 async def _listen(handover: Handover, ended: Ended) -> None:

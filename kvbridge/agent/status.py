@@ -13,7 +13,7 @@ from kvbridge_proto.status import OfferStatus, ReaderStatus, TransferStatus
 from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
 from ..exchange.transfer import OpenOffer
-from ..transport.door import Holder
+from ..transport.door import Importer
 
 # Limits of the status message (status.py of the protocol).
 MOST_OFFERS_SHOWN = 1024  # the oldest; metrics count all
@@ -88,16 +88,16 @@ def _state(offered: OpenOffer, is_unclaimed: bool) -> str:
     return "computing" if not offered.is_last else "unclaimed" if is_unclaimed else "awaited"
 
 
-def readers(holders: Iterable[Holder], now: float) -> tuple[ReaderStatus, ...]:
+def readers(importers: Iterable[Importer], now: float) -> tuple[ReaderStatus, ...]:
     """One line per agent that has our engine's memory mapped, the longest first."""
     return tuple(
         ReaderStatus(
-            agent=holder.agent,
-            pid=holder.pid,
-            uid=holder.uid,
-            epoch=holder.epoch,
-            age_s=_age(holder.since, now),
-            over_s=None if holder.over_at is None else _age(holder.over_at, now),
+            agent=importer.agent,
+            pid=importer.pid,
+            uid=importer.uid,
+            epoch=importer.epoch,
+            age_s=_age(importer.since, now),
+            over_s=None if importer.over_at is None else _age(importer.over_at, now),
         )
-        for holder in holders
+        for importer in importers
     )

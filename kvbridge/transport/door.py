@@ -50,7 +50,7 @@ log = logging.getLogger("kvbridge.door")
 # AMD EPYC, November 2026), so a pipe of its own costs only what opening it does, once a link.
 Pipe = Callable[[socket.socket], None]
 
-MAX_HOLDERS = 256
+MAX_IMPORTERS = 256
 MAX_CALLERS = 32  # connections that have not been handed anything
 MAX_TOKENS = 1024  # that have not been shown yet
 CALL_S = 1.0  # for the first message
@@ -73,7 +73,7 @@ class Shared(Value):
     fds: tuple[int, ...]
 
 
-class Holder(Value):
+class Importer(Value):
     """A process that has our engine's memory mapped. `over_at` is when it was told to close it, None before."""
 
     pid: int
@@ -88,7 +88,7 @@ class Holder(Value):
 class MemoryDoor(Server["_Caller"]):
     """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
 
-    Users in `allowed_uids` may call, besides our own user and root. `clock` gives the times in `Holder`.
+    Users in `allowed_uids` may call, besides our own user and root. `clock` gives the times in `Importer`.
     Raises OperatorError on entry.
     """
 
@@ -104,13 +104,13 @@ class MemoryDoor(Server["_Caller"]):
         self._clock = clock
         self._shared: Shared | None = None
         self._cards: dict[str, tuple[DoorCard, Pipe | None]] = {}  # by session, the newest last
-        self._holders: dict[_Caller, Holder] = {}
+        self._importers: dict[_Caller, Importer] = {}
 
     def connection(self, accepted: socket.socket) -> _Caller:
         return _Caller(accepted, self.open)
 
     def is_kept(self, connection: _Caller) -> bool:
-        return connection in self._holders
+        return connection in self._importers
 
     # Called by the agent:
 
@@ -140,32 +140,32 @@ class MemoryDoor(Server["_Caller"]):
         return card
 
     def dismiss(self, session: str, reason: str) -> None:
-        """The session is over: void its card, and tell its holder to close the memory."""
+        """The session is over: void its card, and tell its importer to close the memory."""
         self._cards.pop(session, None)
-        self._tell(reason, lambda holder: holder.session == session)
+        self._tell(reason, lambda importer: importer.session == session)
 
     def end(self, epoch: int, reason: str) -> None:
-        """The engine leaves, or its memory changes: stop handing out this epoch, and tell its holders to close it.
+        """The engine leaves, or its memory changes: stop handing out this epoch, and tell its importers to close it.
 
-        Does not wait for them. Until they have closed it, `holders` names them, and a GPU does not free the memory.
+        Does not wait for them. Until they have closed it, `importers` names them, and a GPU does not free the memory.
         """
         if self._shared is not None and self._shared.epoch == epoch:
             self._shared = None
         for caller in [each for each in self.open if each.taking == epoch]:
             caller.shut()  # its fds are about to be closed
-        self._tell(reason, lambda holder: holder.epoch == epoch)
+        self._tell(reason, lambda importer: importer.epoch == epoch)
 
-    def holders(self) -> list[Holder]:
+    def importers(self) -> list[Importer]:
         """Who has which epoch mapped, the longest first."""
-        return list(self._holders.values())
+        return list(self._importers.values())
 
     async def serve(self) -> None:
         """Answer callers until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 caller = await self.accept()
-                if len(self._holders) >= MAX_HOLDERS:
-                    self.refuse(caller, "too_many_connections", f"holders: limit {MAX_HOLDERS}")
+                if len(self._importers) >= MAX_IMPORTERS:
+                    self.refuse(caller, "too_many_connections", f"importers: limit {MAX_IMPORTERS}")
                 else:
                     tasks.create_task(self._answer(caller))
 
@@ -183,8 +183,10 @@ class MemoryDoor(Server["_Caller"]):
         except Exception:
             log.exception("pid=%d", caller.pid)
         finally:
-            if (holder := self._holders.pop(caller, None)) is not None:
-                log.info("closed by pid=%d agent=%s epoch=%d: %s", holder.pid, holder.agent, holder.epoch, caller.why)
+            if (importer := self._importers.pop(caller, None)) is not None:
+                log.info(
+                    "closed by pid=%d agent=%s epoch=%d: %s", importer.pid, importer.agent, importer.epoch, caller.why
+                )
             caller.close("done")
             if caller.taking is not None:
                 caller.shut()
@@ -213,10 +215,10 @@ class MemoryDoor(Server["_Caller"]):
     async def _hand_over(self, caller: _Caller, shared: Shared, request: OpenMemory, pipe: Pipe | None) -> None:
         """Send the handles. Raises PeerError if they are not all taken.
 
-        The caller is a holder before the first byte leaves: that byte may be enough for it to map the memory.
+        The caller is an importer before the first byte leaves: that byte may be enough for it to map the memory.
         """
-        holder = Holder(caller.pid, caller.uid, request.agent, request.session, shared.epoch, self._clock())
-        self._holders[caller] = holder
+        importer = Importer(caller.pid, caller.uid, request.agent, request.session, shared.epoch, self._clock())
+        self._importers[caller] = importer
         version = negotiate(OURS, request.versions)
         assert version is not None, "_proven has looked"
         caller.taking = shared.epoch
@@ -240,11 +242,11 @@ class MemoryDoor(Server["_Caller"]):
         failpoint("sender.memory_handed")
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, request.agent, shared.epoch)
 
-    def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
-        for caller, holder in self._holders.items():
-            if is_meant(holder) and holder.over_at is None:
+    def _tell(self, reason: str, is_meant: Callable[[Importer], bool]) -> None:
+        for caller, importer in self._importers.items():
+            if is_meant(importer) and importer.over_at is None:
                 caller.send(MemoryEnding(reason=reason[:1024]))
-                self._holders[caller] = replace(holder, over_at=self._clock())
+                self._importers[caller] = replace(importer, over_at=self._clock())
 
 
 class _Caller(Connection[ToDoor, FromDoor]):

@@ -33,7 +33,7 @@ from kvbridge.options import AgentConfig
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.states import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
-from kvbridge.transport.door import Holder
+from kvbridge.transport.door import Importer
 from kvbridge.transport.local import LocalConnection
 
 from .fabric import SlotFabric
@@ -393,7 +393,7 @@ class SimDoors(Doors):
 
     def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...  # `enter` sees that it is closed
 
-    def holders(self) -> list[Holder]:
+    def importers(self) -> list[Importer]:
         return []
 
     async def enter(self, session: Session, door: DoorCard, link: object, ended: object) -> Rate | None:

@@ -139,8 +139,8 @@ async def _serve(path: str, name: str, device: str, slack_bytes: str) -> None:
                 elif said == "end":
                     door.end(1, "the engine leaves")
                     answer = "ended"
-                elif said == "holders":
-                    answer = f"{len(door.holders())} holders"
+                elif said == "importers":
+                    answer = f"{len(door.importers())} importers"
                 else:
                     same = all(
                         torch.equal(tensor[: region.size].cpu(), torch.from_numpy(region))

@@ -91,7 +91,7 @@ def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
         command = [sys.executable, "-c", WRITE, msgspec.msgpack.encode(sender.card()).hex()]
         ran = subprocess.run(command, capture_output=True, text=True)
         assert (ran.returncode, ran.stdout) == (-signal.SIGSEGV, f"{filled(NHD16).memory[0][5]}\n"), ran.stderr
-        assert sender.ask("check") == "unchanged" and sender.ask("holders") == "0 holders"
+        assert sender.ask("check") == "unchanged" and sender.ask("importers") == "0 importers"
 
 
 async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
@@ -108,11 +108,11 @@ async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
 async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
     with Sender(path, "nhd16") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
         with closing(peer_of(handed)):
-            assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
+            assert sender.ask("end") == "ended" and sender.ask("importers") == "1 importers"
             assert await handed.ending() == "the engine leaves"
         handed.close()
         async with asyncio.timeout(5):
-            while sender.ask("holders") != "0 holders":  # noqa: ASYNC110 - another process
+            while sender.ask("importers") != "0 importers":  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
         assert sender.ask("card") == "none"
 

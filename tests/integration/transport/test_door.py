@@ -26,7 +26,7 @@ from kvbridge_proto.pool import Handle
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors
-from kvbridge.transport.door import Holder, MemoryDoor, Shared
+from kvbridge.transport.door import Importer, MemoryDoor, Shared
 from kvbridge.transport.lock import Lock
 from kvbridge.unix_socket import close_fds
 from testing.proc import descriptors
@@ -96,11 +96,11 @@ async def refused(card: DoorCard) -> str:
     return raised.value.code
 
 
-async def until_held_by(door: MemoryDoor, count: int) -> list[Holder]:
+async def until_held_by(door: MemoryDoor, count: int) -> list[Importer]:
     async with asyncio.timeout(60):
-        while len(door.holders()) != count:  # noqa: ASYNC110 - the door has no event for it
+        while len(door.importers()) != count:  # noqa: ASYNC110 - the door has no event for it
             await asyncio.sleep(0.001)
-    return door.holders()
+    return door.importers()
 
 
 def speech(card: DoorCard, **other: object) -> bytes:
@@ -141,10 +141,10 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
             assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
             assert [inode(fd) for fd in handed.fds] == [inode(fd) for fd in mine]
             assert not any(os.get_inheritable(fd) for fd in handed.fds)
-            (holder,) = door.holders()
-            assert (holder.pid, holder.uid, holder.agent) == (os.getpid(), os.getuid(), "decode-0")
-            assert (holder.session, holder.epoch, holder.over_at) == ("decode-0/1", 3, None)
-            assert began <= holder.since <= time.monotonic()
+            (importer,) = door.importers()
+            assert (importer.pid, importer.uid, importer.agent) == (os.getpid(), os.getuid(), "decode-0")
+            assert (importer.session, importer.epoch, importer.over_at) == ("decode-0/1", 3, None)
+            assert began <= importer.since <= time.monotonic()
         await until_held_by(door, 0)
     assert descriptors() == before
     close_fds(mine)
@@ -159,7 +159,7 @@ async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDo
     for token in (bytes(32), card.token[:-1] + bytes([card.token[-1] ^ 1]), other.token):
         assert await refused(change(card, token=token)) == "wrong_token"
     assert await refused(change(card, session="unheard of")) == "wrong_token"
-    assert door.holders() == [] and door.refused == 4
+    assert door.importers() == [] and door.refused == 4
     (await open_memory(card, "decode-0")).close()
 
 
@@ -216,7 +216,7 @@ async def test_refuses_another_user(open_path: Path, allowed: list[int], code: b
     async with opened(open_path, allowed_uids=allowed) as door:
         assert code in await heard_by(65534, door.path)
         assert b"memory_opened" not in await heard_by(65534, door.path, speech(card_of(door)).hex())
-        assert door.holders() == []
+        assert door.importers() == []
 
 
 @NEEDS_ROOT
@@ -277,11 +277,11 @@ async def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_c
     door.end(3, "heard again")  # it has nothing to do with the fourth
     assert await one.ending() == await other.ending() == "the engine left"
     assert not one.is_peer_gone and not one.is_closed
-    held = {holder.agent: holder for holder in door.holders()}
+    held = {importer.agent: importer for importer in door.importers()}
     assert held["one"].over_at is not None and held["newer"].over_at is None
     one.close()
     left = await until_held_by(door, 2)
-    assert [(holder.agent, holder.epoch) for holder in left] == [("other", 3), ("newer", 4)]
+    assert [(importer.agent, importer.epoch) for importer in left] == [("other", 3), ("newer", 4)]
     other.close()
     newer.close()
 
@@ -299,8 +299,8 @@ async def test_the_end_of_a_session_ends_what_it_holds(door: MemoryDoor) -> None
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_receiver_that_dies_holds_nothing_any_more(door: MemoryDoor, number: int) -> None:
     with receiving(card_of(door)) as receiver:
-        (holder,) = await until_held_by(door, 1)
-        assert (holder.pid, holder.agent) == (receiver.pid, "decode-7")
+        (importer,) = await until_held_by(door, 1)
+        assert (importer.pid, importer.agent) == (receiver.pid, "decode-7")
         receiver.send_signal(number)
         await until_held_by(door, 0)
 
@@ -313,8 +313,8 @@ async def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(door
         assert await asyncio.to_thread(receiver.stdout.readline) == b"0\n"
         assert await asyncio.to_thread(receiver.stdout.readline) == b"engine gone\n"
         await asyncio.sleep(0.05)
-        (holder,) = door.holders()
-        assert holder.pid == receiver.pid and holder.over_at is not None
+        (importer,) = door.importers()
+        assert importer.pid == receiver.pid and importer.over_at is not None
 
 
 async def test_a_receiver_hears_when_the_senders_agent_is_gone(path: Path) -> None:
@@ -336,7 +336,7 @@ async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch:
             slow.send(speech(card_of(door))[:20])
             assert b"caller_slow" in await heard(mute) and b"caller_slow" in await heard(slow)
             assert await heard(mute) == b"" == await heard(slow)
-        assert door.open == set() and door.holders() == []
+        assert door.open == set() and door.importers() == []
 
 
 async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
         before = descriptors()
         socket.send_fds(raw, [speech(card_of(door))], [mine])
         assert b"too_many_fds" in await heard(raw)
-        assert door.holders() == [] and descriptors() <= before
+        assert door.importers() == [] and descriptors() <= before
     os.close(mine)
 
 
@@ -425,7 +425,7 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(path: Path
                 each.shutdown(socket.SHUT_WR)
             turned_away += b"too_many_connections" in await heard(each)
             each.close()
-        assert turned_away >= 2 * doors.MAX_CALLERS and len(door.holders()) == 1
+        assert turned_away >= 2 * doors.MAX_CALLERS and len(door.importers()) == 1
         (await open_memory(card_of(door, "after"), "decode-0")).close()
         handed.close()
 
