@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 
 from ..dataplane.attached import AttachedMemory
 from ..dataplane.data_plane import DataPlane
@@ -31,17 +31,17 @@ class Doors:
     async def serve(self) -> None:
         """Answer callers at our door, and watch the memory we have mapped, until cancelled."""
 
-    def admit(self, session: Session, link: Link) -> DoorCard | None:
-        """The card with which this session's receiver may open our engine's memory; None if nothing is shared.
+    def admit(self, session: Session, link: Link) -> Ticket | None:
+        """The ticket with which this session's receiver may open our engine's memory; None if nothing is shared.
 
         Opening it also hands over a pipe, if the link has none.
         """
         return None
 
     def revoke(self, session: Session) -> None:
-        """The session is over: void its card, and tell its receiver to close the memory."""
+        """The session is over: void its ticket, and tell its receiver to close the memory."""
 
-    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
+    async def enter(self, session: Session, ticket: Ticket, link: Link, ended: Ended) -> Rate | None:
         """Map the memory of the sender's engine. Returns the read rate, if it was measured. Raises KVBridgeError.
 
         `ended` is called when the sender's agent wants it closed, or is gone; not once we have closed it ourselves.
@@ -73,14 +73,14 @@ class LocalDoors(Doors):
         async with asyncio.TaskGroup() as self._listening:
             await self._door.serve()
 
-    def admit(self, session: Session, link: Link) -> DoorCard | None:
+    def admit(self, session: Session, link: Link) -> Ticket | None:
         return self._door.admit(session.peer.incarnation, None if link.pipe else link.carry_by)
 
     def revoke(self, session: Session) -> None:
         self._door.dismiss(session.peer.incarnation, "the session is over")
 
-    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
-        handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
+    async def enter(self, session: Session, ticket: Ticket, link: Link, ended: Ended) -> Rate | None:
+        handover = await open_memory(ticket, self._name, allowed_uids=self._allowed_uids)
         with contextlib.ExitStack() as stack:
             stack.callback(handover.close)
             if (pipe := handover.take_pipe()) is not None:

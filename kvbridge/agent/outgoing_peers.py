@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge_proto.peer import PROBE_LANES, Body, Goodbye, OfSender, ProcessCard, Refuse, Welcome
 from msgspec import structs
 
@@ -107,7 +107,7 @@ class OutgoingPeers:
     _metrics: Metrics
     _connect_s: float
     _clock: Callable[[], float]
-    _open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]]
+    _open_door: Callable[[Session, Ticket, Link, Ended], Awaitable[Rate | None]]
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
     _serial: int = field(default=0, init=False)
@@ -409,7 +409,7 @@ class OutgoingPeers:
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
 
-    async def _proved(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | Refuse | None:
+    async def _proved(self, session: Session, door: Ticket | None, dialled: OutgoingPeer) -> Session | Refuse | None:
         """The session if its route proves to work, else a Refuse. None if it is `pull` and we cannot read."""
         if session.routed.is_pulled and dialled.against_pull:
             return Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
@@ -420,7 +420,7 @@ class OutgoingPeers:
             return Refuse(code="probe_mismatch", reasons=(reason,))
         return session
 
-    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | None:
+    async def _open_memory(self, session: Session, door: Ticket | None, dialled: OutgoingPeer) -> Session | None:
         """Map the memory of the sender's engine. Returns the session with the read rate, or None if we cannot read."""
         try:
             if door is None:

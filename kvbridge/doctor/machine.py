@@ -11,7 +11,7 @@ from ..device import driver
 from ..device.handles import SHM
 from ..errors import OperatorError
 from .finding import Finding, Subject, failed, not_here, ok, warning
-from .neighbour import lender, told
+from .neighbour import exporter, told
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -45,7 +45,7 @@ def gpu_ipc(subject: Subject) -> Finding:
         return not_here(NO_GPU)
     remedy = "give both containers the same GPU and different PIDs (not both 1), and no gVisor or MIG between them"
     try:
-        with lender("lend-gpu", found.device) as (_, handle), found.current():
+        with exporter("lend-gpu", found.device) as (_, handle), found.current():
             driver.ipc_close(driver.ipc_open(bytes.fromhex(handle)))
     except OperatorError as error:
         return failed(str(error), remedy)
@@ -133,7 +133,7 @@ def ptrace(subject: Subject) -> Finding:
     """Whether one process of ours may read another's memory, as UCX's cma does."""
     scope = f"yama/ptrace_scope {YAMA.read_text().strip()}" if YAMA.exists() else "no yama"
     try:
-        with lender("lend") as (pid, address):
+        with exporter("lend") as (pid, address):
             told("read", str(pid), address)
     except OperatorError as error:
         return failed(

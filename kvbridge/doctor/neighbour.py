@@ -5,7 +5,7 @@ read PID AT    reads that page out of another process
 lend-gpu DEV   prints the CUDA IPC handle of memory on this GPU, and waits
 nixl DEVICES   starts NIXL's UCX backend and prints its plugins; if UCX aborts, only this process ends
 
-`told` and `lender` start it with a time limit, and always end it.
+`told` and `exporter` start it with a time limit, and always end it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def told(*words: str) -> str:
 
 
 @contextmanager
-def lender(*words: str) -> Iterator[tuple[int, str]]:
-    """Run a neighbour that lends something. Yields its PID and what it printed. Raises as `told` does."""
+def exporter(*words: str) -> Iterator[tuple[int, str]]:
+    """Run a neighbour that exports something. Yields its PID and what it printed. Raises as `told` does."""
     with subprocess.Popen(
         [*COMMAND, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

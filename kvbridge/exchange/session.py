@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge_proto.peer import Hello, ProcessCard, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 
@@ -165,7 +165,7 @@ def version_reason(hello: Hello) -> str:
     return f"versions: sender {ours.oldest}-{ours.newest}, receiver {theirs.oldest}-{theirs.newest}"
 
 
-def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = None) -> Welcome:
+def welcome(session: Session, engine: AttachedEngine, door: Ticket | None = None) -> Welcome:
     return Welcome(
         version=session.version,
         agent=engine.agent,

@@ -24,11 +24,11 @@ from kvbridge_proto.common import OURS, negotiate
 from kvbridge_proto.door import (
     DOOR_SUFFIX,
     TOKEN_BYTES,
-    DoorCard,
     FromDoor,
     MemoryEnding,
     MemoryOpened,
     OpenMemory,
+    Ticket,
     ToDoor,
 )
 from kvbridge_proto.engine import Refused
@@ -103,7 +103,7 @@ class MemoryDoor(Server["_Caller"]):
         self._machine = KERNEL.read_text().strip()
         self._clock = clock
         self._shared: Shared | None = None
-        self._cards: dict[str, tuple[DoorCard, Pipe | None]] = {}  # by session, the newest last
+        self._tickets: dict[str, tuple[Ticket, Pipe | None]] = {}  # by session, the newest last
         self._importers: dict[_Caller, Importer] = {}
 
     def connection(self, accepted: socket.socket) -> _Caller:
@@ -118,17 +118,17 @@ class MemoryDoor(Server["_Caller"]):
         """From now on hand this over, and nothing older."""
         self._shared = shared
 
-    def admit(self, session: str, pipe: Pipe | None = None) -> DoorCard | None:
-        """A card for what is shared now, good for one opening. Earlier cards of the session become void.
+    def admit(self, session: str, pipe: Pipe | None = None) -> Ticket | None:
+        """A ticket for what is shared now, good for one opening. Earlier tickets of the session become void.
 
         If `pipe` is given, the opener gets one end of a pipe, and `pipe` the other. None if nothing is shared.
         """
         if self._shared is None:
             return None
-        self._cards.pop(session, None)
-        while len(self._cards) >= MAX_TOKENS:
-            del self._cards[next(iter(self._cards))]
-        card = DoorCard(
+        self._tickets.pop(session, None)
+        while len(self._tickets) >= MAX_TOKENS:
+            del self._tickets[next(iter(self._tickets))]
+        ticket = Ticket(
             machine=self._machine,
             path=str(self.path),
             session=session,
@@ -136,12 +136,12 @@ class MemoryDoor(Server["_Caller"]):
             token=secrets.token_bytes(TOKEN_BYTES),
             socket=self.file,
         )
-        self._cards[session] = card, pipe
-        return card
+        self._tickets[session] = ticket, pipe
+        return ticket
 
     def dismiss(self, session: str, reason: str) -> None:
-        """The session is over: void its card, and tell its importer to close the memory."""
-        self._cards.pop(session, None)
+        """The session is over: void its ticket, and tell its importer to close the memory."""
+        self._tickets.pop(session, None)
         self._tell(reason, lambda importer: importer.session == session)
 
     def end(self, epoch: int, reason: str) -> None:
@@ -201,13 +201,15 @@ class MemoryDoor(Server["_Caller"]):
         if received is None:
             raise PeerError("caller_slow", "it left without a word")
         request, _ = received
-        card, pipe = self._cards.get(request.session, (None, None))
-        if card is None or not hmac.compare_digest(card.token, request.token):
+        ticket, pipe = self._tickets.get(request.session, (None, None))
+        if ticket is None or not hmac.compare_digest(ticket.token, request.token):
             raise PeerError("wrong_token", "token: not the one of an open session, or shown before")
-        del self._cards[request.session]
+        del self._tickets[request.session]
         ours = None if self._shared is None else self._shared.epoch
-        if self._shared is None or {request.epoch, card.epoch} != {ours}:
-            raise PeerError("stale_epoch", f"epoch: receiver {request.epoch}, of the token {card.epoch}, sender {ours}")
+        if self._shared is None or {request.epoch, ticket.epoch} != {ours}:
+            raise PeerError(
+                "stale_epoch", f"epoch: receiver {request.epoch}, of the token {ticket.epoch}, sender {ours}"
+            )
         if negotiate(OURS, request.versions) is None:
             raise PeerError("version_mismatch", f"versions: sender {OURS}, receiver {request.versions}")
         return self._shared, request, pipe
@@ -317,50 +319,54 @@ class Handover:
 
 
 async def open_memory(
-    card: DoorCard, agent: str, *, allowed_uids: Iterable[int] = (), within_s: float = 2.0
+    ticket: Ticket, agent: str, *, allowed_uids: Iterable[int] = (), within_s: float = 2.0
 ) -> Handover:
-    """Get a peer's memory handed over, as its card promises. `agent` is our name.
+    """Get a peer's memory handed over, as its ticket promises. `agent` is our name.
 
     Raises PeerError `wrong_machine`, `door_elsewhere` if its path leads to another socket here or to none (we are in
     another container), `door_unreachable`, `uid_not_allowed` if the process that listens there is not our user's,
     root's or an allowed user's, `door_refused`, or the code that it refuses with.
     """
-    if card.machine != KERNEL.read_text().strip() or not card.path.endswith(DOOR_SUFFIX):
-        raise PeerError("wrong_machine", f"door: {card.path} of machine {card.machine} is none of ours")
-    _check_socket(card)
+    if ticket.machine != KERNEL.read_text().strip() or not ticket.path.endswith(DOOR_SUFFIX):
+        raise PeerError("wrong_machine", f"door: {ticket.path} of machine {ticket.machine} is none of ours")
+    _check_socket(ticket)
     with ExitStack() as stack:
         try:
             async with asyncio.timeout(within_s):
-                connection = await _connected(card.path, frozenset([os.getuid(), *allowed_uids]))
+                connection = await _connected(ticket.path, frozenset([os.getuid(), *allowed_uids]))
                 stack.callback(connection.shut)
-                shown = OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent=agent)
+                shown = OpenMemory(
+                    versions=OURS, session=ticket.session, epoch=ticket.epoch, token=ticket.token, agent=agent
+                )
                 connection.send(shown)
                 received = await connection.receive()
         except (TimeoutError, OSError, BadFrame) as error:
-            raise PeerError("door_unreachable", f"door {card.path}: {error or 'no answer'}") from error
+            raise PeerError("door_unreachable", f"door {ticket.path}: {error or 'no answer'}") from error
         if received is None:
-            raise PeerError("door_unreachable", f"door {card.path}: {connection.why}")
+            raise PeerError("door_unreachable", f"door {ticket.path}: {connection.why}")
         message, fds = received
-        if not isinstance(message, MemoryOpened) or message.epoch != card.epoch:
+        if not isinstance(message, MemoryOpened) or message.epoch != ticket.epoch:
             close_fds(fds)
-            raise _refusal(message, card)
+            raise _refusal(message, ticket)
         stack.pop_all()
         return Handover(connection, message, fds)
 
 
-def _check_socket(card: DoorCard) -> None:
+def _check_socket(ticket: Ticket) -> None:
     """Raises PeerError `door_elsewhere`. Containers of one node often use one path, each for a socket of its own."""
     try:
-        here = file_of(os.lstat(card.path))
+        here = file_of(os.lstat(ticket.path))
     except OSError as error:
-        raise PeerError("door_elsewhere", f"door {card.path}: not here ({error.strerror}): {ELSEWHERE}") from error
-    if card.socket not in ("", here):
-        raise PeerError("door_elsewhere", f"door {card.path}: here that is another socket: {ELSEWHERE}")
+        raise PeerError("door_elsewhere", f"door {ticket.path}: not here ({error.strerror}): {ELSEWHERE}") from error
+    if ticket.socket not in ("", here):
+        raise PeerError("door_elsewhere", f"door {ticket.path}: here that is another socket: {ELSEWHERE}")
 
 
-def _refusal(message: FromDoor, card: DoorCard) -> PeerError:
+def _refusal(message: FromDoor, ticket: Ticket) -> PeerError:
     if isinstance(message, MemoryOpened):
-        return PeerError("stale_epoch", f"epoch: of the token {card.epoch}, of the memory handed over {message.epoch}")
+        return PeerError(
+            "stale_epoch", f"epoch: of the token {ticket.epoch}, of the memory handed over {message.epoch}"
+        )
     if not isinstance(message, Refused):
         return PeerError("door_refused", f"door: said {type(message).__name__}")
     code = message.code if message.code in REFUSALS else "door_refused"

@@ -19,7 +19,7 @@ SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-class DoorCard(Struct, frozen=True, kw_only=True):
+class Ticket(Struct, frozen=True, kw_only=True):
     """Where the handles of one epoch are handed over, once, to the agent with this `token`. Never leaves the session.
 
     Only for agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX. In another
@@ -36,7 +36,7 @@ class DoorCard(Struct, frozen=True, kw_only=True):
 
 
 class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):
-    """Hand over the memory of your engine, as a card promised. Answered by MemoryOpened or Refused.
+    """Hand over the memory of your engine, as a ticket promised. Answered by MemoryOpened or Refused.
 
     `agent` is my name, for people. I say nothing else on this connection, and end it once the memory is unmapped.
     """

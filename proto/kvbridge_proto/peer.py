@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .common import AgentCard, Blocks, Code, Incarnation, Ranks, Reasons, RendezvousId, Seconds, VersionRange
-from .door import DoorCard
+from .door import Ticket
 from .pool import Bytes, Count, Name, PartName, Pool, Positive
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -124,7 +124,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     route: Route = "nixl"
     why: Annotated[str, Meta(max_length=1024)] = ""
     probe: Probe | None = None
-    door: DoorCard | None = None
+    door: Ticket | None = None
     machine: Annotated[str, Meta(max_length=256)] = ""
     namespaces: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
     process: ProcessCard | None = None

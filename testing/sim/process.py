@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.common import AgentCard
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard
 
@@ -380,10 +380,10 @@ class SimDoors(Doors):
 
     async def serve(self) -> None: ...
 
-    def admit(self, session: Session, link: object) -> DoorCard:
+    def admit(self, session: Session, link: object) -> Ticket:
         token, epoch, incarnation = self._process.world.entropy(32), session.our_epoch, session.peer.incarnation
         self._shared[token] = incarnation, cast(Any, self._process.current.memory).memory
-        return DoorCard(machine="one", path=self._process.name, session=incarnation, epoch=epoch, token=token)
+        return Ticket(machine="one", path=self._process.name, session=incarnation, epoch=epoch, token=token)
 
     def revoke(self, session: Session) -> None:
         for token in [token for token, (of, _) in self._shared.items() if of == session.peer.incarnation]:
@@ -396,7 +396,7 @@ class SimDoors(Doors):
     def importers(self) -> list[Importer]:
         return []
 
-    async def enter(self, session: Session, door: DoorCard, link: object, ended: object) -> Rate | None:
+    async def enter(self, session: Session, door: Ticket, link: object, ended: object) -> Rate | None:
         process, world = self._process, self._process.world
         await asyncio.sleep(world.quick())
         peer = world.processes[door.path]

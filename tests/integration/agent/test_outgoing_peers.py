@@ -12,7 +12,7 @@ from unittest.mock import ANY
 
 import pytest
 from kvbridge_proto.common import Blocks, Rank
-from kvbridge_proto.door import TOKEN_BYTES, DoorCard
+from kvbridge_proto.door import TOKEN_BYTES, Ticket
 from kvbridge_proto.engine import Abandon, Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Hello, Refuse, Settled
 
@@ -73,14 +73,14 @@ async def test_memory_that_is_shared_with_an_agent_that_opens_none_comes_by_slot
     engine = world.receivers[0].engine
     receiver.engine = replace(engine, site=replace(engine.site, routes=("pull", *engine.site.routes)))
     wire = receiver.reach("P0")
-    card = DoorCard(machine="m", path="/p.door", session="s", epoch=1, token=b"t" * TOKEN_BYTES)
-    await receiver.peers._welcome(wire, replace_struct(welcomed(world, wire), route="pull", probe=None, door=card))
+    ticket = Ticket(machine="m", path="/p.door", session="s", epoch=1, token=b"t" * TOKEN_BYTES)
+    await receiver.peers._welcome(wire, replace_struct(welcomed(world, wire), route="pull", probe=None, door=ticket))
     assert len(wire.said(Hello)) == 2 and "pull" not in wire.last(Hello).routes
     await receiver.peers._welcome(wire, welcomed(world, wire))
     (found,) = receiver.peers.statuses()
     assert receiver.opened_at == ["P0"] and "pull: share_memory is off" in found.route
     with refused(PeerError, "sharing_off"):
-        await receiver.doors.enter(ANY, card, ANY, ANY)
+        await receiver.doors.enter(ANY, ticket, ANY, ANY)
 
 
 async def test_an_agent_that_is_told_hello_by_another_address_is_waited_for(world: World) -> None:

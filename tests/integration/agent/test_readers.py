@@ -31,7 +31,7 @@ from testing.pairs import Bench, Benches
 from testing.proc import mapped
 from testing.waiting import wait_for
 from tests.integration.agent.test_holding import shown
-from tests.integration.transport.test_door import card_of, opened, refused
+from tests.integration.transport.test_door import opened, refused, ticket_of
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 WIDE = {"key_width": 64, "value_width": 64}
@@ -79,15 +79,15 @@ async def test_memory_is_handed_over_while_its_engine_is_attached_and_its_sessio
         nothing: Any = None
         doors, attached = LocalDoors(door, nothing, "prefill", ()), AttachedMemory(7, nothing, None)
         doors.share(replace(attached, shared=SharedHandles((), ())))
-        cards = [card_of(door, session) for session in ("one", "other", "late")]
-        one, other = [await open_memory(card, "decode") for card in cards[:2]]
+        tickets = [ticket_of(door, session) for session in ("one", "other", "late")]
+        one, other = [await open_memory(ticket, "decode") for ticket in tickets[:2]]
         assert one.epoch == other.epoch == 7
         session: Any = SimpleNamespace(peer=SimpleNamespace(incarnation="one"))
         doors.revoke(session)
         assert await one.ending() == "the session is over"
         doors.withdraw(attached, "the engine left")
         assert await other.ending() == "the engine left"
-        assert await refused(cards[2]) == "stale_epoch" and door.admit("later") is None
+        assert await refused(tickets[2]) == "stale_epoch" and door.admit("later") is None
         one.close()
         other.close()
 

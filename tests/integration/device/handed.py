@@ -19,7 +19,7 @@ import torch
 from kvbridge_kernels.launch_ref import move as move_on_cpu
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.codec import decode, encode
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge_proto.pool import Handle
 
 from kvbridge.device.handles import export_all
@@ -59,8 +59,8 @@ class Sender:
         assert answer, "the sender died"
         return answer
 
-    def card(self) -> DoorCard:
-        return decode(bytes.fromhex(self.ask("card")), DoorCard)
+    def ticket(self) -> Ticket:
+        return decode(bytes.fromhex(self.ask("ticket")), Ticket)
 
     def __enter__(self) -> Sender:
         return self
@@ -133,9 +133,9 @@ async def _serve(path: str, name: str, device: str, slack_bytes: str) -> None:
             sessions = 0
             while said := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
                 sessions += 1
-                if said == "card":
-                    card = door.admit(f"session-{sessions}")
-                    answer = encode(card).hex() if card is not None else "none"
+                if said == "ticket":
+                    ticket = door.admit(f"session-{sessions}")
+                    answer = encode(ticket).hex() if ticket is not None else "none"
                 elif said == "end":
                     door.end(1, "the engine leaves")
                     answer = "ended"

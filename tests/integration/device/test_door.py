@@ -45,7 +45,7 @@ def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
 
 @pytest.mark.parametrize("name", ["nhd16", "packed", "fp8"])
 async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
-    with Sender(path, name) as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+    with Sender(path, name) as sender, closing(await open_memory(sender.ticket(), "decode-0")) as handed:
         with closing(peer_of(handed, name)) as pool:
             for receiver in (HND64, PACKED, FP8):
                 assert pulled(SHAPES[name], pool, receiver, "cpu") == ""
@@ -54,7 +54,7 @@ async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, 
 
 @pytest.mark.proves("G1", "T36")
 async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
-    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.ticket(), "decode-0")) as handed:
         for fd in handed.fds:
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, mmap.PAGESIZE)
@@ -71,13 +71,13 @@ WRITE = """
 import asyncio, sys, torch
 from contextlib import closing
 from kvbridge_proto.codec import decode
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge.device.memory import AttachedPool
 from kvbridge.transport.door import open_memory
 from tests.integration.device.handed import NHD16
 from testing.pools import build
 async def main():
-    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0")) as handed:
+    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), Ticket), "decode-0")) as handed:
         with AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds, is_peers=True).hold() as regions:
             print(int(regions[0][5]), flush=True)
             regions[0][5] = 77
@@ -88,7 +88,7 @@ asyncio.run(main())
 @pytest.mark.proves("T36")
 def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
     with Sender(path, "nhd16") as sender:
-        command = [sys.executable, "-c", WRITE, msgspec.msgpack.encode(sender.card()).hex()]
+        command = [sys.executable, "-c", WRITE, msgspec.msgpack.encode(sender.ticket()).hex()]
         ran = subprocess.run(command, capture_output=True, text=True)
         assert (ran.returncode, ran.stdout) == (-signal.SIGSEGV, f"{filled(NHD16).memory[0][5]}\n"), ran.stderr
         assert sender.ask("check") == "unchanged" and sender.ask("importers") == "0 importers"
@@ -97,7 +97,7 @@ def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
 async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
     with (
         Sender(path, "nhd16") as sender,
-        closing(await open_memory(sender.card(), "decode-0")) as handed,
+        closing(await open_memory(sender.ticket(), "decode-0")) as handed,
         closing(peer_of(handed)) as pool,
     ):
         sender.process.send_signal(signal.SIGKILL)
@@ -106,7 +106,7 @@ async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
 
 
 async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
-    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+    with Sender(path, "nhd16") as sender, closing(await open_memory(sender.ticket(), "decode-0")) as handed:
         with closing(peer_of(handed)):
             assert sender.ask("end") == "ended" and sender.ask("importers") == "1 importers"
             assert await handed.ending() == "the engine leaves"
@@ -114,7 +114,7 @@ async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
         async with asyncio.timeout(5):
             while sender.ask("importers") != "0 importers":  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
-        assert sender.ask("card") == "none"
+        assert sender.ask("ticket") == "none"
 
 
 @pytest.mark.proves("T35")

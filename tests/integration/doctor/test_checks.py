@@ -135,7 +135,7 @@ def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path
 
 def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: Path) -> None:
     assert machine.ptrace(subject(tmp_path)).outcome is CheckOutcome.OK
-    with neighbour.lender("lend") as (pid, address):
+    with neighbour.exporter("lend") as (pid, address):
         pass
     with pytest.raises(OperatorError, match="No such process"):
         neighbour.told("read", str(pid), address)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.common import OURS, AgentCard, Blocks, Rank
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, ToEngine, Want, Withdraw
 from kvbridge_proto.peer import (
     BlockTables,
@@ -353,7 +353,7 @@ class Siege:
         )
 
     def welcome(self, asked: Hello, incarnation: str, route: str = "nixl") -> Welcome:
-        door = DoorCard(machine="m", path="x.door", session="s", epoch=1, token=b"t" * 32)
+        door = Ticket(machine="m", path="x.door", session="s", epoch=1, token=b"t" * 32)
         return Welcome(
             version=1,
             agent=Besieged.agent(incarnation),

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from kvbridge_proto.codec import encode, pack
 from kvbridge_proto.common import OURS, VersionRange
-from kvbridge_proto.door import DoorCard, MemoryEnding, MemoryOpened, OpenMemory
+from kvbridge_proto.door import MemoryEnding, MemoryOpened, OpenMemory, Ticket
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
 
@@ -39,10 +39,10 @@ RECEIVER = """
 import asyncio, sys
 from contextlib import closing
 from kvbridge_proto.codec import decode
-from kvbridge_proto.door import DoorCard
+from kvbridge_proto.door import Ticket
 from kvbridge.transport.door import open_memory
 async def main():
-    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-7")) as handed:
+    with closing(await open_memory(decode(bytes.fromhex(sys.argv[1]), Ticket), "decode-7")) as handed:
         print(len(handed.fds), flush=True)
         print(await handed.ending(), flush=True)
         await asyncio.sleep(60)
@@ -83,16 +83,16 @@ def shared(epoch: int, fds: Iterable[int] = ()) -> Shared:
     return Shared(epoch, tuple(handles), tuple(fds))
 
 
-def card_of(door: MemoryDoor, session: str = "decode-0/1") -> DoorCard:
-    card = door.admit(session)
-    assert card is not None
-    return card
+def ticket_of(door: MemoryDoor, session: str = "decode-0/1") -> Ticket:
+    ticket = door.admit(session)
+    assert ticket is not None
+    return ticket
 
 
-async def refused(card: DoorCard) -> str:
+async def refused(ticket: Ticket) -> str:
     """The code that we are refused with."""
     with pytest.raises(PeerError) as raised:
-        await open_memory(card, "decode-0")
+        await open_memory(ticket, "decode-0")
     return raised.value.code
 
 
@@ -103,8 +103,8 @@ async def until_held_by(door: MemoryDoor, count: int) -> list[Importer]:
     return door.importers()
 
 
-def speech(card: DoorCard, **other: object) -> bytes:
-    said = OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent="raw")
+def speech(ticket: Ticket, **other: object) -> bytes:
+    said = OpenMemory(versions=OURS, session=ticket.session, epoch=ticket.epoch, token=ticket.token, agent="raw")
     return pack(change(said, **other))
 
 
@@ -121,9 +121,9 @@ async def heard(connected: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def receiving(card: DoorCard) -> Iterator[subprocess.Popen[bytes]]:
+def receiving(ticket: Ticket) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has the memory handed to it."""
-    with subprocess.Popen([sys.executable, "-c", RECEIVER, encode(card).hex()], stdout=subprocess.PIPE) as receiver:
+    with subprocess.Popen([sys.executable, "-c", RECEIVER, encode(ticket).hex()], stdout=subprocess.PIPE) as receiver:
         try:
             yield receiver
         finally:
@@ -137,7 +137,7 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
     mine = pipes(200)
     before, began = descriptors(), time.monotonic()
     async with opened(path, mine) as door:
-        with closing(await open_memory(card_of(door), "decode-0")) as handed:
+        with closing(await open_memory(ticket_of(door), "decode-0")) as handed:
             assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
             assert [inode(fd) for fd in handed.fds] == [inode(fd) for fd in mine]
             assert not any(os.get_inheritable(fd) for fd in handed.fds)
@@ -155,57 +155,57 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
 
 @pytest.mark.proves("T30")
 async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDoor) -> None:
-    card, other = card_of(door), card_of(door, "another")
-    for token in (bytes(32), card.token[:-1] + bytes([card.token[-1] ^ 1]), other.token):
-        assert await refused(change(card, token=token)) == "wrong_token"
-    assert await refused(change(card, session="unheard of")) == "wrong_token"
+    ticket, other = ticket_of(door), ticket_of(door, "another")
+    for token in (bytes(32), ticket.token[:-1] + bytes([ticket.token[-1] ^ 1]), other.token):
+        assert await refused(change(ticket, token=token)) == "wrong_token"
+    assert await refused(change(ticket, session="unheard of")) == "wrong_token"
     assert door.importers() == [] and door.refused == 4
-    (await open_memory(card, "decode-0")).close()
+    (await open_memory(ticket, "decode-0")).close()
 
 
 @pytest.mark.proves("T30")
 async def test_a_token_opens_once_and_a_new_one_opens_again(door: MemoryDoor) -> None:
-    first = card_of(door)
+    first = ticket_of(door)
     with closing(await open_memory(first, "decode-0")):
         assert await refused(first) == "wrong_token"
-    second = card_of(door)
-    third = card_of(door)  # makes the second one void
+    second = ticket_of(door)
+    third = ticket_of(door)  # makes the second one void
     assert len({first.token, second.token, third.token}) == 3
     assert await refused(second) == "wrong_token"
     (await open_memory(third, "decode-0")).close()
     door.dismiss("decode-0/1", "the session ended")
-    card = card_of(door)
+    ticket = ticket_of(door)
     door.dismiss("decode-0/1", "the session ended")
-    assert await refused(card) == "wrong_token"
+    assert await refused(ticket) == "wrong_token"
 
 
 async def test_cards_that_nobody_shows_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "MAX_TOKENS", 4)
     async with opened(path) as door:
-        cards = [card_of(door, f"s{i}") for i in range(6)]
-        assert [await refused(card) for card in cards[:2]] == ["wrong_token"] * 2
-        for card in cards[2:]:
-            (await open_memory(card, "decode-0")).close()
+        tickets = [ticket_of(door, f"s{i}") for i in range(6)]
+        assert [await refused(ticket) for ticket in tickets[:2]] == ["wrong_token"] * 2
+        for ticket in tickets[2:]:
+            (await open_memory(ticket, "decode-0")).close()
 
 
 @pytest.mark.proves("T30")
 async def test_refuses_an_epoch_that_is_over(door: MemoryDoor) -> None:
-    old, other, renamed = card_of(door), card_of(door, "other"), card_of(door, "renamed")
+    old, other, renamed = ticket_of(door), ticket_of(door, "other"), ticket_of(door, "renamed")
     door.end(3, "the engine left")
     assert door.admit("late") is None
     assert await refused(old) == "stale_epoch"
     door.share(shared(4))
     assert await refused(other) == "stale_epoch"
     assert await refused(change(renamed, epoch=4)) == "stale_epoch", "it was admitted to the third"
-    assert await refused(change(card_of(door), epoch=3)) == "stale_epoch"
-    third = card_of(door)
+    assert await refused(change(ticket_of(door), epoch=3)) == "stale_epoch"
+    third = ticket_of(door)
     door.end(3, "heard again")  # it has nothing to do with the fourth
     (await open_memory(third, "decode-0")).close()
 
 
 async def test_refuses_a_receiver_of_other_versions(door: MemoryDoor) -> None:
     with caller(door) as raw:
-        raw.send(speech(card_of(door), versions=VersionRange(OURS.newest + 1, OURS.newest + 1)))
+        raw.send(speech(ticket_of(door), versions=VersionRange(OURS.newest + 1, OURS.newest + 1)))
         assert b"version_mismatch" in await heard(raw)
 
 
@@ -215,14 +215,14 @@ async def test_refuses_a_receiver_of_other_versions(door: MemoryDoor) -> None:
 async def test_refuses_another_user(open_path: Path, allowed: list[int], code: bytes) -> None:
     async with opened(open_path, allowed_uids=allowed) as door:
         assert code in await heard_by(65534, door.path)
-        assert b"memory_opened" not in await heard_by(65534, door.path, speech(card_of(door)).hex())
+        assert b"memory_opened" not in await heard_by(65534, door.path, speech(ticket_of(door)).hex())
         assert door.importers() == []
 
 
 @NEEDS_ROOT
 async def test_hands_over_to_a_user_who_is_named_and_proves_the_session(open_path: Path) -> None:
     async with opened(open_path, allowed_uids=[65534]) as door:
-        wrong, right = speech(card_of(door), token=bytes(32)), speech(card_of(door))
+        wrong, right = speech(ticket_of(door), token=bytes(32)), speech(ticket_of(door))
         assert b"wrong_token" in await heard_by(65534, door.path, wrong.hex())
         assert b"memory_opened" in await heard_by(65534, door.path, right.hex())
 
@@ -231,9 +231,9 @@ async def test_hands_over_to_a_user_who_is_named_and_proves_the_session(open_pat
 @NEEDS_ROOT
 async def test_shows_its_token_to_no_foreign_user_who_listens_in_the_peers_place(open_path: Path) -> None:
     async with opened(open_path) as door:
-        card = card_of(door)
-    with squatter(Path(card.path)) as (_, heard_there):
-        unsaid = change(card, socket="")  # which socket it is: a file system may number the next one alike
+        ticket = ticket_of(door)
+    with squatter(Path(ticket.path)) as (_, heard_there):
+        unsaid = change(ticket, socket="")  # which socket it is: a file system may number the next one alike
         assert await refused(unsaid) == "uid_not_allowed" and heard_there() == b""
 
 
@@ -242,38 +242,38 @@ async def test_goes_to_no_other_socket_at_the_path_of_the_door(tmp_path: Path) -
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     async with opened(here / "s") as theirs:
-        card = card_of(theirs)
+        ticket = ticket_of(theirs)
         here.rename(there)
-        assert await refused(card) == "door_elsewhere"
+        assert await refused(ticket) == "door_elsewhere"
         here.mkdir()
         async with opened(here / "s") as ours:
-            assert await refused(card) == "door_elsewhere" and not ours.refused
+            assert await refused(ticket) == "door_elsewhere" and not ours.refused
             with contextlib.suppress(OSError):
-                assert await refused(change(card, socket="")) == "wrong_token" and ours.refused == 1
+                assert await refused(change(ticket, socket="")) == "wrong_token" and ours.refused == 1
 
 
 @pytest.mark.proves("T34")
 async def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(door: MemoryDoor, path: Path) -> None:
-    card = card_of(door)
+    ticket = ticket_of(door)
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen(1)
         other.setblocking(False)
-        assert await refused(change(card, path=str(path))) == "wrong_machine"
+        assert await refused(change(ticket, path=str(path))) == "wrong_machine"
         with pytest.raises(BlockingIOError):
             other.accept()
-    assert await refused(change(card, machine="another")) == "wrong_machine"
-    assert await refused(change(card, path=f"{path}.not.door")) == "door_elsewhere"
+    assert await refused(change(ticket, machine="another")) == "wrong_machine"
+    assert await refused(change(ticket, path=f"{path}.not.door")) == "door_elsewhere"
 
 
 # How it ends:
 
 
 async def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_closed(door: MemoryDoor) -> None:
-    one, other = await open_memory(card_of(door, "s1"), "one"), await open_memory(card_of(door, "s2"), "other")
+    one, other = await open_memory(ticket_of(door, "s1"), "one"), await open_memory(ticket_of(door, "s2"), "other")
     door.end(3, "the engine left")
     door.share(shared(4))
-    newer = await open_memory(card_of(door, "s3"), "newer")
+    newer = await open_memory(ticket_of(door, "s3"), "newer")
     door.end(3, "heard again")  # it has nothing to do with the fourth
     assert await one.ending() == await other.ending() == "the engine left"
     assert not one.is_peer_gone and not one.is_closed
@@ -287,7 +287,7 @@ async def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_c
 
 
 async def test_the_end_of_a_session_ends_what_it_holds(door: MemoryDoor) -> None:
-    one, other = await open_memory(card_of(door, "s1"), "a"), await open_memory(card_of(door, "s2"), "b")
+    one, other = await open_memory(ticket_of(door, "s1"), "a"), await open_memory(ticket_of(door, "s2"), "b")
     door.dismiss("s1", "the link ended")
     assert await one.ending() == "the link ended"
     with pytest.raises(TimeoutError):
@@ -298,7 +298,7 @@ async def test_the_end_of_a_session_ends_what_it_holds(door: MemoryDoor) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_receiver_that_dies_holds_nothing_any_more(door: MemoryDoor, number: int) -> None:
-    with receiving(card_of(door)) as receiver:
+    with receiving(ticket_of(door)) as receiver:
         (importer,) = await until_held_by(door, 1)
         assert (importer.pid, importer.agent) == (receiver.pid, "decode-7")
         receiver.send_signal(number)
@@ -306,7 +306,7 @@ async def test_a_receiver_that_dies_holds_nothing_any_more(door: MemoryDoor, num
 
 
 async def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(door: MemoryDoor) -> None:
-    with receiving(card_of(door)) as receiver:
+    with receiving(ticket_of(door)) as receiver:
         await until_held_by(door, 1)
         door.end(3, "engine gone")
         assert receiver.stdout is not None
@@ -319,7 +319,7 @@ async def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(door
 
 async def test_a_receiver_hears_when_the_senders_agent_is_gone(path: Path) -> None:
     async with opened(path) as door:
-        handed = await open_memory(card_of(door), "decode-0")
+        handed = await open_memory(ticket_of(door), "decode-0")
     assert "is gone" in await handed.ending() and handed.is_peer_gone
     handed.close()
     assert handed.is_closed
@@ -333,7 +333,7 @@ async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch:
     monkeypatch.setattr(doors, "CALL_S", 0.2)
     async with opened(path) as door:
         with caller(door) as mute, caller(door) as slow:
-            slow.send(speech(card_of(door))[:20])
+            slow.send(speech(ticket_of(door))[:20])
             assert b"caller_slow" in await heard(mute) and b"caller_slow" in await heard(slow)
             assert await heard(mute) == b"" == await heard(slow)
         assert door.open == set() and door.importers() == []
@@ -345,14 +345,14 @@ async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, mo
         many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
         door.share(Shared(4, (many,) * 1000, ()))
         with caller(door) as raw:
-            raw.send(speech(card_of(door)))
+            raw.send(speech(ticket_of(door)))
             await until_held_by(door, 1)
-            with closing(await open_memory(card_of(door, "s2"), "decode-0")) as handed:  # others go on meanwhile
+            with closing(await open_memory(ticket_of(door, "s2"), "decode-0")) as handed:  # others go on meanwhile
                 assert len(handed.handles) == 1000
         await until_held_by(door, 0)
         monkeypatch.setattr(doors, "HAND_OVER_S", 0.2)
         with caller(door) as raw:
-            raw.send(speech(card_of(door)))
+            raw.send(speech(ticket_of(door)))
             await until_held_by(door, 1)
             await until_held_by(door, 0)
             assert door.open == set()
@@ -363,7 +363,7 @@ async def test_an_epoch_that_ends_while_it_is_handed_over_sends_no_closed_descri
     many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
     door.share(Shared(4, (many,) * 1000, ()))
     with caller(door) as raw:
-        raw.send(speech(card_of(door)))
+        raw.send(speech(ticket_of(door)))
         await until_held_by(door, 1)
         door.end(4, "the engine left")
         assert door.open == set()
@@ -388,7 +388,7 @@ async def test_names_what_is_wrong_and_goes_on_with_others(path: Path, name: str
         with caller(door) as raw:
             raw.send(said)
             assert code in await heard(raw)
-        (await open_memory(card_of(door), "decode-0")).close()
+        (await open_memory(ticket_of(door), "decode-0")).close()
 
 
 @pytest.mark.proves("T33")
@@ -396,7 +396,7 @@ async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
     (mine,) = pipes(1)
     with caller(door) as raw:
         before = descriptors()
-        socket.send_fds(raw, [speech(card_of(door))], [mine])
+        socket.send_fds(raw, [speech(ticket_of(door))], [mine])
         assert b"too_many_fds" in await heard(raw)
         assert door.importers() == [] and descriptors() <= before
     os.close(mine)
@@ -404,9 +404,9 @@ async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
 
 async def test_a_holder_that_goes_on_talking_is_cut_off(door: MemoryDoor) -> None:
     with caller(door) as raw:
-        raw.send(speech(card_of(door)))
+        raw.send(speech(ticket_of(door)))
         assert b"memory_opened" in await heard(raw)
-        raw.send(speech(card_of(door)))
+        raw.send(speech(ticket_of(door)))
         assert b"message_invalid" in await heard(raw)
     await until_held_by(door, 0)
 
@@ -414,7 +414,7 @@ async def test_a_holder_that_goes_on_talking_is_cut_off(door: MemoryDoor) -> Non
 @pytest.mark.proves("T33")
 async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(path: Path) -> None:
     async with opened(path) as door:
-        handed = await open_memory(card_of(door), "decode-0")
+        handed = await open_memory(ticket_of(door), "decode-0")
         callers, turned_away = [], 0
         for _ in range(4 * doors.MAX_CALLERS):
             callers.append(caller(door))
@@ -426,7 +426,7 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(path: Path
             turned_away += b"too_many_connections" in await heard(each)
             each.close()
         assert turned_away >= 2 * doors.MAX_CALLERS and len(door.importers()) == 1
-        (await open_memory(card_of(door, "after"), "decode-0")).close()
+        (await open_memory(ticket_of(door, "after"), "decode-0")).close()
         handed.close()
 
 
@@ -447,12 +447,12 @@ async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(
     path: Path, said: bytes, code: str, reason: str
 ) -> None:
     async with opened(path) as door:
-        card = change(card_of(door), socket="")  # whichever listens there
+        ticket = change(ticket_of(door), socket="")  # whichever listens there
     before = descriptors()
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(card.path)
+        listening.bind(ticket.path)
         listening.listen(1)
-        opening = asyncio.create_task(open_memory(card, "decode-0"))
+        opening = asyncio.create_task(open_memory(ticket, "decode-0"))
         accepted, _ = await asyncio.to_thread(listening.accept)
         accepted.sendall(said)
         accepted.close()
@@ -461,16 +461,16 @@ async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(
         assert raised.value.code == code
         del raised, opening
         assert descriptors() == before + 1
-    os.unlink(card.path)
+    os.unlink(ticket.path)
 
 
 async def test_a_receiver_waits_for_a_mute_door_no_longer_than_it_says(path: Path) -> None:
     async with opened(path) as door:
-        card = change(card_of(door), socket="")  # whichever listens there
+        ticket = change(ticket_of(door), socket="")  # whichever listens there
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(card.path)
+        listening.bind(ticket.path)
         listening.listen(0)
         for _ in range(2):  # the second finds its backlog full
             with pytest.raises(PeerError) as raised:
-                await open_memory(card, "decode-0", within_s=0.2)
+                await open_memory(ticket, "decode-0", within_s=0.2)
             assert raised.value.code == "door_unreachable"

@@ -25,7 +25,7 @@ from kvbridge.transport.door import open_memory
 from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Settings
 from kvbridge.transport.sockets import DRAIN_MESSAGES, Port
 from tests.integration.transport.ears import Ear, cancel, two
-from tests.integration.transport.test_door import card_of, opened
+from tests.integration.transport.test_door import opened, ticket_of
 
 Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
 
@@ -340,9 +340,9 @@ async def test_an_error_that_nobody_expects_ends_the_link_and_reaches_the_reader
 async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> None:
     ends: list[socket.socket] = []
     async with opened(path) as door:
-        card = door.admit("decode-0", ends.append)
-        assert card is not None
-        with closing(await open_memory(card, "decode-0")) as handover:
+        ticket = door.admit("decode-0", ends.append)
+        assert ticket is not None
+        with closing(await open_memory(ticket, "decode-0")) as handover:
             pipe = handover.take_pipe()
             assert pipe is not None and len(ends) == 1
             ends[0].sendall(b"hello")
@@ -350,15 +350,15 @@ async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> N
             pipe.close()
         assert ends[0].recv(1) == b""
         ends[0].close()
-        with closing(await open_memory(card_of(door, "decode-0"), "decode-0")) as without:
+        with closing(await open_memory(ticket_of(door, "decode-0"), "decode-0")) as without:
             assert without.take_pipe() is None
 
 
 async def test_another_descriptor_is_no_pipe(path: Path) -> None:
     async with opened(path) as door:
-        card = door.admit("decode-0", lambda end: end.close())
-        assert card is not None
-        with closing(await open_memory(card, "decode-0")) as handover:
+        ticket = door.admit("decode-0", lambda end: end.close())
+        assert ticket is not None
+        with closing(await open_memory(ticket, "decode-0")) as handover:
             null = os.open("/dev/null", os.O_RDONLY)
             os.dup2(null, handover.fds[-1])
             os.close(null)

@@ -59,7 +59,10 @@ async def until(is_so: Callable[[], bool], within_s: float) -> bool:
 @OURS
 def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str) -> None:
     async def story() -> None:
-        with Sender(path, "nhd16", "cuda:0") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+        with (
+            Sender(path, "nhd16", "cuda:0") as sender,
+            closing(await open_memory(sender.ticket(), "decode-0")) as handed,
+        ):
             assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
             with torch.cuda.device(ours), closing(peer_of(handed, ours)) as pool:
                 with pool.hold() as regions:
@@ -76,7 +79,7 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
     async def story() -> None:
         with (
             Sender(path, "nhd16", "cuda:0") as sender,
-            closing(await open_memory(sender.card(), "decode-0")) as handed,
+            closing(await open_memory(sender.ticket(), "decode-0")) as handed,
             torch.cuda.device(ours),
             closing(peer_of(handed, ours)) as pool,
         ):
@@ -98,7 +101,7 @@ def test_memory_is_back_soon_after_the_last_reader_has_closed(path: Path, ours: 
         before = free_bytes()
         with (
             Sender(path, "nhd16", "cuda:0", SLACK_BYTES) as sender,
-            closing(await open_memory(sender.card(), "decode-0")) as handed,
+            closing(await open_memory(sender.ticket(), "decode-0")) as handed,
         ):
             with torch.cuda.device(ours), closing(peer_of(handed, ours)):
                 sender.process.send_signal(signal.SIGKILL)
@@ -121,7 +124,10 @@ def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
     """Every pair of H200s reaches each other: the driver's answer is made up."""
 
     async def story() -> None:
-        with Sender(path, "nhd16", "cuda:0") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+        with (
+            Sender(path, "nhd16", "cuda:0") as sender,
+            closing(await open_memory(sender.ticket(), "decode-0")) as handed,
+        ):
             for kind, payload in (("cuda_ipc", bytes(64)), ("vmm_fd", (1 << 40).to_bytes(8, "little"))):
                 far = [
                     change(each, device="GPU-far", kind=kind, payload=payload, offset=0, fd=0)
@@ -138,7 +144,10 @@ def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
 @pytest.mark.parametrize("spoilt", [b"\x5a" * 64, b"\x5a" * 63])
 def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: bytes) -> None:
     async def story() -> None:
-        with Sender(path, "nhd16", "cuda:0") as sender, closing(await open_memory(sender.card(), "decode-0")) as handed:
+        with (
+            Sender(path, "nhd16", "cuda:0") as sender,
+            closing(await open_memory(sender.ticket(), "decode-0")) as handed,
+        ):
             bad = [change(each, payload=spoilt) for each in handed.handles]
             with refused(KVBridgeError, "region_unmappable"):
                 AttachedPool.open(build(NHD16).pool, bad, [], "cuda:0", is_peers=True)
