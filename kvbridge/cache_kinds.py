@@ -14,7 +14,7 @@ ROTATED_INDEX_KEY = ROTATED + INDEX_KEY
 # Parts of such a name are what DeepSeek V4's next rows will be made of: kv and score of each token.
 COMPRESSOR = "compressor"
 # A part of this name is that of the rest of the name, but its scores lack the weight (`ape`) of a token's place in the
-# row. So SGLang keeps them; vLLM adds the weight first.
+# row. So SGLang keeps them; vLLM adds the weight first. DeepSeek V4.1 has no such weight.
 RAW = "raw_"
 
 

@@ -316,7 +316,7 @@ def _compressed_rows(
         return
     for more, codec in rows:
         yield (f"compressed_latent{more}", codec), whole, ratio
-    raw = RAW if is_sglang else ""
+    raw = RAW if is_sglang and ratio != 2 else ""
     index_key = ROTATED_INDEX_KEY if is_sglang and ratio == 4 else INDEX_KEY
     states = [(f"{raw}compressor", width)] if ratio > 1 else []
     if ratio != 128:

@@ -90,9 +90,9 @@ class Plane(Struct, frozen=True, kw_only=True):
 
     Each part has its own heads, width and codec. In a part `rotated_x`, rows of the part `x` are multiplied by the
     orthonormal Walsh-Hadamard matrix in Sylvester's order. In a part `raw_x` the second half of each row, its scores,
-    lacks a weight of the model that depends on the token's place (DeepSeek V4's `ape`); in `x` it is added. The rank
-    holds heads [first_head, first_head + heads) of `total_heads`; a part that every tensor-parallel rank holds whole
-    has all of them on each.
+    lacks a weight of the model that depends on the token's place (DeepSeek V4's `ape`); in `x` it is added, if
+    the model has one. The rank holds heads [first_head, first_head + heads) of `total_heads`; a part that every
+    tensor-parallel rank holds whole has all of them on each.
     """
 
     layer: Annotated[int, Meta(ge=0, lt=1 << 16)]

@@ -10,9 +10,9 @@ and the kv and the scores of the tokens that the next row will be made of:
   ends a page, and then it is in the ring of the page before, which has them.
 - Of a row of 2 or 128: in a ring of each request, at its number in `req_to_token`, of one block of as many tokens, or
   more. Only those of the row that is not whole are read again.
-SGLang keeps raw scores, vLLM adds a weight (`ape`) to them. So these parts have other names than vLLM's, and
-`engine/scores.py` changes what comes from there. For vLLM a prompt is computed without its last token: after it the
-rings have too little of what is read for that one.
+SGLang keeps raw scores, vLLM adds a weight (`ape`) to those for rows of 4 and 128 tokens; for rows of 2 there is none.
+So parts of the former have other names than vLLM's, and `engine/scores.py` changes what comes from there. For vLLM a
+prompt is computed without its last token: after it the rings have too little of what is read for that one.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _layer(pool: Any, layer: int, number: int, of_ratio: dict[int, Group]) -> It
         yield from _pieces(keys, codecs, strides, part, size, number, ALL, page, ratio)
     for name, pools in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
         if (state := pools[layer]) is not None:
-            block = of_ratio[ratio].block_tokens
-            yield _state(state, f"{RAW}{name}compressor", number, _state_groups(pool)[ratio], block)
+            part = f"{name}compressor" if ratio == 2 else f"{RAW}{name}compressor"
+            yield _state(state, part, number, _state_groups(pool)[ratio], of_ratio[ratio].block_tokens)
 
 
 def _latents(
@@ -220,7 +220,7 @@ def _pieces(
 
 
 def _state(state: Any, part: str, number: int, group: int, block: int) -> tuple[torch.Tensor, Plane]:
-    """Rows of kv and raw score, in blocks of so many."""
+    """Rows of kv and score, in blocks of so many."""
     tensor = state.kv_score_buffer.kv_score
     view = tensor[: len(tensor) // block * block].unflatten(0, (-1, block)).unsqueeze(1)
     codec = plain_rows(CODEC_OF[tensor.dtype], tensor.shape[1], tensor.element_size())

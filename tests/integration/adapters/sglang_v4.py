@@ -88,12 +88,12 @@ def pool_of(ratios: list[int], drafts: int = 0, pages: int = PAGES, has_small_ke
 
 
 def model_of(ratios: list[int]) -> torch.nn.Module:
-    """SGLang's own compressors, with weights as a checkpoint has them, each at its layer's number."""
+    """SGLang's own compressors with weights, as a checkpoint has them, each at its layer's number."""
     from sglang.srt.layers.attention.dsv4.compressor import Compressor
 
     made = torch.nn.ModuleList()
     for layer, ratio in enumerate(ratios):
-        for is_in_indexer, width in [(False, WIDTH)] * (ratio > 0) + [(True, INDEX)] * (ratio == 4):
+        for is_in_indexer, width in [(False, WIDTH)] * (ratio > 2) + [(True, INDEX)] * (ratio == 4):
             own = object.__new__(Compressor)
             torch.nn.Module.__init__(own)
             own.layer_id, own.is_in_indexer, own.head_dim = layer, is_in_indexer, width

@@ -178,6 +178,26 @@ def poll(made: Any) -> int:
     return status
 
 
+def receiver_of(of: Any, request: Any, tokens: int) -> Any:
+    """SGLang's half of a request that another engine has prefilled, which has pages for so many tokens."""
+    from kvbridge.adapters.sglang.manager import PrefillServers
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+
+    of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
+    of.queue.metadata_buffers = SimpleNamespace(
+        output_ids=np.zeros((2, 16)),
+        output_token_logprobs_val=np.zeros((2, 16)),
+        output_token_logprobs_idx=np.zeros((2, 16)),
+        cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
+        bootstrap_room=np.zeros((2, 8), np.uint64),
+    )
+    made = KVBridgeReceiver(of, FOREIGN, request.bootstrap_room)
+    made._setup_bootstrap_infos()
+    made.bind(request, tokens)
+    of.update_status(request.bootstrap_room, WAITING)
+    return made
+
+
 class ToSGLang:
     """vLLM has prefilled a prompt, each rank of SGLang's server fetches what it lacks: all but a prefix."""
 
@@ -195,27 +215,9 @@ class ToSGLang:
             request.rows, request.end = rows, len(tokens)
             states = request.preallocate(len(tokens), prefix)
             before = [each.clone() for each in engine.tensors()]
-            made = self._receiver(of, told(request, tokens, room, said), len(tokens) - prefix)
+            made = receiver_of(of, told(request, tokens, room, said), len(tokens) - prefix)
             made.send_metadata(np.array(pages(request, prefix, len(tokens)).ids, np.int32), 1, states, prefix)
             self.ranks.append((request, made, before))
-
-    def _receiver(self, of: Any, request: Given, tokens: int) -> Any:
-        from kvbridge.adapters.sglang.manager import PrefillServers
-        from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
-
-        of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
-        of.queue.metadata_buffers = SimpleNamespace(
-            output_ids=np.zeros((2, 16)),
-            output_token_logprobs_val=np.zeros((2, 16)),
-            output_token_logprobs_idx=np.zeros((2, 16)),
-            cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
-            bootstrap_room=np.zeros((2, 8), np.uint64),
-        )
-        made = KVBridgeReceiver(of, FOREIGN, request.bootstrap_room)
-        made._setup_bootstrap_infos()
-        made.bind(request, tokens)
-        of.update_status(request.bootstrap_room, WAITING)
-        return made
 
     def come(self) -> None:
         """It has what vLLM has computed, as SGLang keeps it, and nothing else was written."""
@@ -274,6 +276,16 @@ def assert_others_are_untouched(request: Given, before: list[torch.Tensor]) -> N
             assert torch.equal(rows, kept), cache
 
 
+def send(of: Any, request: Any, made: Any, end: int) -> None:
+    """SGLang has computed a prompt of so many tokens, and sends it in one chunk."""
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Scheduler
+
+    request.disagg_decode_prefix_len = request.start_send_idx = made.pop_decode_prefix_len()
+    made.init(-(-end // PAGE), 1)
+    request.extend_end = end
+    Scheduler._send_kv_chunk(scheduler_of(of), request, last_chunk=True)
+
+
 class ToVLLM:
     """Each rank of SGLang's server has computed all but a prompt's last token, and offers it. `first` begins alike."""
 
@@ -298,7 +310,7 @@ class ToVLLM:
             made.bind(told(request, tokens, room, {"fetched_by": "vllm"}))
             assert len(request.origin_input_ids) == end, "vLLM computes the last token"
             assert made.poll() == WAITING, of.failure_records
-            self._send(of, request, made)
+            send(of, request, made, end)
             self.ranks.append((request, made))
         host, _, port = sides.ranks["prefill"][0][1].talk.address.removeprefix("tcp://").partition(":")
         self.params = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
@@ -310,14 +322,6 @@ class ToVLLM:
             own = self.rows[cache]
             ours, theirs = numbers_of(cache, own, len(self.tokens) - 1), numbers_of(cache, rows, len(first.tokens) - 1)
             own[np.isin(ours, theirs)] = rows[np.isin(theirs, ours)]
-
-    def _send(self, of: Any, request: Given, made: Any) -> None:
-        from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Scheduler
-
-        request.disagg_decode_prefix_len = request.start_send_idx = made.pop_decode_prefix_len()
-        made.init(-(-request.end // PAGE), 1)
-        request.extend_end = request.end
-        Scheduler._send_kv_chunk(scheduler_of(of), request, last_chunk=True)
 
     def submit(self, name: str = "small") -> None:
         self.wanted, self.name = self.sides.vllm.name("d"), name

@@ -195,7 +195,9 @@ def test_deepseek_v41_is_carried_between_engines_of_vllm() -> None:
     kinds = {(plane.layer, plane.part): plane for plane in pools_of(read(model), parse("vllm"), "m", "e")[0].planes}
     assert {part for layer, part in kinds if layer == 3} == {"latent", "latent_scale"}, "no source of rows"
     assert "compressor" in {part for layer, part in kinds if layer == 2}
-    assert "scores" in obstacles(model, "vllm", "sglang")
+    assert obstacles(model, "vllm", "sglang") == obstacles(model, "sglang", "vllm") == {"codec", "scale_codec"}
+    small = "vllm --attention-config.indexer_kv_dtype mxfp4"
+    assert obstacles(model, small, "sglang") == obstacles(model, "sglang", small) == set()
     plain = "vllm --attention-backend FLASHINFER_MLA_SPARSE_DSV41"
     assert obstacles(model, plain, plain) == set() and obstacles(model, plain, "vllm") == {"codec"}
 
