@@ -63,7 +63,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 	.venv/bin/shellcheck .ci/run tests/system/gpu/run
 
-# Two at a time what computes, six what waits for processes; what looks at the clock apart from those.
+# Six at a time, on two cores: most wait for processes. What looks at the clock comes apart from what computes.
 ALONE = tests/system/faults tests/system/test_demo.py
 # What takes longest is printed, so that CI shows what to shorten.
 SLOWEST = --durations=10 --durations-min=1
@@ -71,9 +71,8 @@ UNMARKED = -m "not vllm and not sglang and not cross and not routers and not ins
 
 unit: $(AGENT)
 	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA) $(TRITON)
-	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 tests/unit
-	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 6 tests/integration tests/system $(ALONE:%=--ignore=%)
-	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 $(ALONE)
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 6 tests $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 4 $(ALONE)
 
 # Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.
 $(PROMETHEUS):
