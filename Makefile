@@ -3,6 +3,7 @@
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
 # make demo-upgrade    four vLLM engines and their agents brought from an older kvbridge to this one, under traffic (FROM=COMMIT)
 # make test    lint, types and every test that needs no engine, router, GPU or booted systemd
+# make check   lint, and, ten seconds more, whether generated files are fresh and each file of tests can be imported
 # make test-install    the wheel with all its extras, installed by pip into a clean environment and tried there (2.1 GB on disk meanwhile)
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
@@ -35,7 +36,7 @@ export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 # Every worker and every process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross demo-upgrade test lint check unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/python -m demo
@@ -62,6 +63,10 @@ lint: $(AGENT)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/shellcheck .ci/run tests/system/gpu/run
+
+# Those of generated files run; of the engines' tests, which other environments run, only the import is tried.
+check: lint
+	.venv/bin/python -m pytest $(UNMARKED) -k "golden or fresh" tests/unit/proto tests/unit/test_matrix.py tests/unit/test_config.py tests/system
 
 # Six at a time, on two cores: most wait for processes. What looks at the clock comes apart from what computes.
 ALONE = tests/system/faults tests/system/test_demo.py
