@@ -37,7 +37,7 @@ SERVICE = re.compile(
 SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
 FILES_OF_KEYS = ("key", "peers")  # one may be set to the key itself by mistake, which the log must not show
-LIST_OPTIONS = ("allowed_uids", "share_memory_uids", "routes", "dial")
+LIST_OPTIONS = ("allowed_uids", "share_memory_uids", "routes", "dial", "meet")
 OF_LIBRARIES = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_")  # variables that change what our libraries do
 Origin = Literal["default", "file", "environment", "flag"]
 

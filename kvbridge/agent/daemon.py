@@ -38,6 +38,7 @@ from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
 from ..exchange.route import Site
 from ..exchange.sender import Sender
+from ..exchange.session import AttachedEngine
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
 from ..routes.halves import receiving_routes, sending_routes
@@ -46,7 +47,7 @@ from ..routes.slots.receive_slots import ReceiveSlots
 from ..states import SessionState
 from ..transport.control import Control
 from ..transport.door import MemoryDoor
-from ..transport.endpoint import check_metrics, with_key
+from ..transport.endpoint import canonical, check_metrics, with_key
 from ..transport.keys import load_keys
 from ..transport.link import Settings
 from ..transport.local import LocalServer
@@ -58,6 +59,7 @@ from .doors import Doors, LocalDoors
 from .engines import Engines
 from .journal import Journal
 from .logs import LastErrors, set_up
+from .meeting import Meetings, read_entry
 from .metrics import Gauges, Metrics, Prompts
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import IncomingPeers, Peers, SenderEvents
@@ -151,6 +153,7 @@ class Agent:
                     tasks.create_task(self.peers.serve()),
                     tasks.create_task(self._tick()),
                     tasks.create_task(self.rebuilder.watch()),
+                    tasks.create_task(self.meetings.serve()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 if self._supervisor.check_s:
@@ -280,6 +283,8 @@ class Agent:
             current, self.engines, receiver, sender, prompts, data, metrics, self.journal, self.status, clock
         )
         far, sent = lambda: self.receiving.quarantined("far"), data.send_orders.slots
+        entries = [read_entry(entry) for entry in config.meet]
+        self.meetings = Meetings(entries, self.receiver, canonical(self.card.address), self._met_for, clock)
         self.rebuilder = Rebuilder(self.slots, far, sent, self.engines, data, metrics, config.rebuild_s, clock)
         self.metrics.watch(self.gauges(), {"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted})
 
@@ -302,6 +307,10 @@ class Agent:
 
         record = Record("sender", self.journal, self._clock, self._views)
         return SenderRunner(self.sending, open_peers, self.data_plane, record, current, self._clock)
+
+    def _met_for(self) -> AttachedEngine | None:
+        """The engine that sessions are opened for before it wants anything."""
+        return None if self.engines.is_closing or self.engines.leaving is not None else self.current.engine
 
     @property
     def _views(self) -> list[View]:
@@ -340,6 +349,8 @@ class Agent:
         sessions: dict[tuple[str, str], Callable[[], float]] = {("sender", "open"): lambda: self.peers.count_accepted()}
         for state in STATES:
             sessions["receiver", state.name.lower()] = partial(count, state)
+        met = {("met",): lambda: self.meetings.count(True), ("waiting",): lambda: self.meetings.count(False)}
+        yield "kvbridge_meet_agents", "Addresses of the option meet, by whether all sessions are open", ("state",), met
         yield "kvbridge_sessions", "Sessions with other agents", ("role", "state"), sessions
         text = "Wants that wait for a session, transfers that wait for a slot, an offer or credit of slots"
         waiting = {

@@ -108,6 +108,7 @@ class OutgoingPeers:
     _connect_s: float
     _clock: Callable[[], float]
     _open_door: Callable[[Session, Ticket, Link, Ended], Awaitable[Rate | None]]
+    on_end: Callable[[str, str, str], None] | None = None  # hears of addresses as `receiver.unreachable` does
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
     _serial: int = field(default=0, init=False)
@@ -126,7 +127,12 @@ class OutgoingPeers:
             try:
                 self._dial(address)
             except PeerError as error:
-                self._receiver.unreachable(address, error.code, str(error))
+                self._unreachable(address, error.code, str(error))
+
+    def session_at(self, address: str) -> Session | None:
+        """The session that is open with the agent at this address."""
+        dialled = self._at(address)
+        return dialled.session if dialled is not None and dialled.state is SessionState.OPEN else None
 
     def ask(self, address: str) -> None:
         """Say Hello, for the first time or again. A lane is lent only once the link is up."""
@@ -394,8 +400,13 @@ class OutgoingPeers:
         for name in names:
             self._aliases.pop(name, None)
         for name in names:
-            self._receiver.unreachable(name, code, reason)
+            self._unreachable(name, code, reason)
         self._sort_out()
+
+    def _unreachable(self, address: str, code: str, reason: str) -> None:
+        if self.on_end is not None:
+            self.on_end(address, code, reason)
+        self._receiver.unreachable(address, code, reason)
 
     def _say_goodbye(self, link: Link, reason: str) -> None:
         """Say Goodbye on a link whose session is over. The link stays for a while, for late messages."""

@@ -203,6 +203,14 @@ class ReceiverRunner(Runner):
     def opened(self, address: str, session: Session) -> None:
         self.do(self.receiving.opened(address, session, self._clock()))
 
+    def meet(self, address: str) -> None:
+        """Open what sessions are missing with the engine of the agent at `address`."""
+        self.do(self.receiving.meet(canonical(address)))
+
+    def is_met(self, address: str) -> bool:
+        """Whether a want would find all its sessions with the engine of the agent at `address` open."""
+        return not self.receiving.meet(canonical(address))
+
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""
         return any(

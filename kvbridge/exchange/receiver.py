@@ -387,6 +387,12 @@ class Receiver:
                 actions += self._tell_unheard(sender, now)
         return actions + self._lend()
 
+    def meet(self, sender: str) -> list[Action]:
+        """Open the sessions that a want of this sender would need. Empty if they are open."""
+        if missing := self._senders.missing(sender):
+            return [Reach(address) for address in missing]
+        return [] if self._senders.is_whole(sender) else [Ask(sender)]
+
     def _advance_all(self, now: float) -> list[Action]:
         return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
 

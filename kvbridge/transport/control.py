@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import socket
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 import zmq
@@ -188,11 +188,11 @@ class Control:
         if not link.is_lost and not self._is_closed:
             self._names.look_up(name_in(endpoint), partial(self._named, link, endpoint))
 
-    def _named(self, link: Link, endpoint: str, address: str, reason: str) -> None:
+    def _named(self, link: Link, endpoint: str, addresses: Sequence[str], reason: str) -> None:
         """The name in an endpoint is looked up. Connect there, unless the link was given up meanwhile."""
         if link.is_lost:
             return
-        if not address:
+        if not addresses:
             link.is_refused = True
             if self._loop.time() + LOOK_UP_S < link.made_at + self.settings.connect_s:
                 self._loop.call_later(LOOK_UP_S, self._look_up, link, endpoint)
@@ -200,7 +200,7 @@ class Control:
                 self._lose(link, "peer_unreachable", f"{link.address}: its name has no address: {reason}")
             return
         try:
-            self._ports[link].socket.connect(f"tcp://{address}:{endpoint.rpartition(':')[2]}")
+            self._ports[link].socket.connect(f"tcp://{addresses[0]}:{endpoint.rpartition(':')[2]}")
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
 
@@ -16,7 +16,7 @@ MOST_LOOKUPS = 64  # looked up at once
 MOST_OF_A_NAME = 256  # who wait for one name
 MOST_KNOWN = 1024
 
-Found = Callable[[str, str], None]
+Found = Callable[[Sequence[str], str], None]
 
 
 class Names:
@@ -25,39 +25,41 @@ class Names:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._asked: dict[str, list[Found]] = {}
-        self._known: dict[str, str] = {}  # the last address of each name, for when too many hang
+        self._known: dict[str, Sequence[str]] = {}  # the last addresses of each name, for when too many hang
 
     def look_up(self, host: str, found: Found) -> None:
-        """Have `found` called on the loop with the host's IPv4 address and "", or with "" and why there is none."""
+        """Have `found` called on the loop with the host's IPv4 addresses and "", or with none and why."""
         if (asking := self._asked.get(host)) is not None and len(asking) < MOST_OF_A_NAME:
             asking.append(found)
         elif asking is not None or len(self._asked) >= MOST_LOOKUPS:
-            address = self._known.get(host, "")
+            addresses = self._known.get(host, ())
             many = (
                 f"{MOST_LOOKUPS} other names are being looked up" if asking is None else f"{MOST_OF_A_NAME} wait for it"
             )
-            self._loop.call_soon(found, address, "" if address else many)
+            self._loop.call_soon(found, addresses, "" if addresses else many)
         else:
             self._asked[host] = [found]
             try:
                 Thread(target=self._run, args=(host,), name="kvbridge-name", daemon=True).start()
             except RuntimeError as error:  # at the limit of threads
-                self._loop.call_soon(self._tell, host, "", str(error))
+                self._loop.call_soon(self._tell, host, (), str(error))
 
     def _run(self, host: str) -> None:
-        address, reason = "", ""
+        addresses: Sequence[str] = ()
+        reason = ""
         try:
-            address = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+            found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            addresses = tuple(dict.fromkeys(str(each[4][0]) for each in found))
         except (OSError, UnicodeError) as error:
             reason = str(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(partial(self._tell, host, address, reason))
+            self._loop.call_soon_threadsafe(partial(self._tell, host, addresses, reason))
 
-    def _tell(self, host: str, address: str, reason: str) -> None:
-        if address:
+    def _tell(self, host: str, addresses: Sequence[str], reason: str) -> None:
+        if addresses:
             self._known.pop(host, None)
-            self._known[host] = address
+            self._known[host] = addresses
             if len(self._known) > MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         for found in self._asked.pop(host):
-            found(address, reason)
+            found(addresses, reason)
