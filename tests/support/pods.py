@@ -57,6 +57,7 @@ class Node:
     def __init__(self, name: str, network: ipaddress.IPv4Network) -> None:
         self.name = name
         self.network = network
+        self.services: dict[str, list[str]] = {}  # the addresses behind each headless Service, as pods look it up
         self._hosts = network.hosts()
         self.address = str(next(self._hosts))
 
@@ -118,6 +119,8 @@ class Pod:
                 value = fields[source["fieldRef"]["fieldPath"]]
             elif "configMapKeyRef" in source:
                 value = self._files[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
+            elif source.get("secretKeyRef", {}).get("optional"):
+                continue  # there is no such Secret
             else:
                 value = each["value"]
             found[each["name"]] = _expanded(value, found)
@@ -246,6 +249,8 @@ class Pod:
             lines.append(f"cp -P {path} . 2>/dev/null || " + _bound(path, path, root, is_read_only=True))
         lines += [_bound(path, path, root, is_read_only=True) for path in of_python()]
         lines += [f"cp -a /etc/{each} etc/" for each in OF_ETC if Path("/etc", each).exists()]
+        named = [f"{address} {name}" for name, found in self.node.services.items() for address in found]
+        lines += [f"echo {each} >> etc/hosts" for each in named]
         lines += ["mount -t proc proc proc", "mount -t sysfs sysfs sys", "chmod 1777 tmp"]
         lines += ["mount --rbind /dev dev", "mount -t tmpfs -o mode=1777 tmpfs dev/shm"]
         for mount in container["volumeMounts"]:

@@ -152,4 +152,4 @@ def test_it_installs_only_versions_that_are_named() -> None:
 
 def test_it_runs_as_the_user_that_the_pods_name() -> None:
     (user,) = re.findall(r"^USER (\d+):\d+$", TEXT, re.MULTILINE)
-    assert f"runAsUser: {user}\n" in (ROOT / "deploy/kubernetes/base/pod.yaml").read_text()
+    assert f"runAsUser: {user}\n" in (ROOT / "deploy/kubernetes/components/agent/pod.yaml").read_text()

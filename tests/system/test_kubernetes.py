@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 import tomllib
 from contextlib import ExitStack
 from functools import cache
@@ -18,13 +19,14 @@ import pytest
 
 from kvbridge.config import load
 from kvbridge.transport.keys import write_pair
-from tests.support.pods import START_S, Pod, node, why_not
+from tests.support.pods import START_S, Node, Pod, node, why_not
 
 ROOT = Path(__file__).parents[2]
 PODMONITOR = ROOT / ".podmonitor/node_modules"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 ROUTERS = (KUBERNETES.parents[1] / "docs" / "routers.md").read_text()
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+EXAMPLE = "example"  # somebody's own Deployment and StatefulSet, with the agent's component
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
 OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: pod_monitor_faults has its schema
@@ -38,10 +40,11 @@ pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl
 
 @cache
 def built(overlay: str) -> list[dict[str, Any]]:
-    """An overlay, or one with a component more: "overlay+component"."""
+    """The example, an overlay, or one with a component more: "overlay+component"."""
     name, _, component = overlay.partition("+")
     with tempfile.TemporaryDirectory() as folder:
-        there = {"resources": f"overlays/{name}", **({"components": f"components/{component}"} if component else {})}
+        path = name if name == EXAMPLE else f"overlays/{name}"
+        there = {"resources": path, **({"components": f"components/{component}"} if component else {})}
         text = {kind: [os.path.relpath(KUBERNETES / path, os.path.realpath(folder))] for kind, path in there.items()}
         Path(folder, "kustomization.yaml").write_text(yaml.dump(text))
         told = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
@@ -57,7 +60,8 @@ def named(overlay: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def pod(overlay: str, role: str) -> dict[str, Any]:
-    template: dict[str, Any] = named(overlay, "Deployment", role)["spec"]["template"]
+    kind = "StatefulSet" if (overlay, role) == (EXAMPLE, "prefill") else "Deployment"
+    template: dict[str, Any] = named(overlay, kind, role)["spec"]["template"]
     return template
 
 
@@ -68,7 +72,7 @@ def container(overlay: str, role: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, EXAMPLE])
 def test_kubernetes_takes_the_overlay(overlay: str, version: str) -> None:
     left = []
     for resource in built(overlay):
@@ -129,7 +133,7 @@ def test_the_agent_is_a_sidecar_that_sees_the_engine_and_its_gpu(overlay: str, r
 
 def load_of(sidecar: dict[str, Any]) -> Any:
     """The options that the sidecar's file and environment give."""
-    return load(str(KUBERNETES / "base" / "agent.toml"), environment=environment(sidecar, "10.1.2.3"))
+    return load(str(KUBERNETES / "components/agent/agent.toml"), environment=environment(sidecar, "10.1.2.3"))
 
 
 def environment(sidecar: dict[str, Any], pod_ip: str) -> dict[str, str]:
@@ -156,6 +160,21 @@ def test_pods_are_found_by_services_policies_and_prometheus(overlay: str) -> Non
             assert all(labels[each["key"]] in each["values"] for each in selector["matchExpressions"])
 
 
+@pytest.mark.parametrize("role", OURS)
+def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str) -> None:
+    assert container(EXAMPLE, role, "agent") == container("vllm", role, "agent")
+    assert container(EXAMPLE, role, "engine")["resources"] == container("vllm", role, "engine")["resources"]
+    own, ours = (pod(overlay, role)["spec"] for overlay in (EXAMPLE, "vllm"))
+    for kept in ("shareProcessNamespace", "securityContext", "terminationGracePeriodSeconds"):
+        assert own[kept] == ours[kept]
+    names = {each["name"] for each in own["volumes"]}
+    mounted = {each["name"] for part in ("agent", "engine") for each in container(EXAMPLE, role, part)["volumeMounts"]}
+    assert names == mounted == {"run", "agent-cache", "agent-config", "key", "models"}
+    labels = pod(EXAMPLE, role)["metadata"]["labels"]
+    monitor = named(EXAMPLE, "PodMonitor", "kvbridge")["spec"]
+    assert labels[monitor["jobLabel"]] == "kvbridge" and labels["kvbridge/role"] == role
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_router_is_started_as_it_was_tested(overlay: str) -> None:
     """docs/routers.md has the command lines that `make test-routers` drives; addresses are the pods' own here."""
@@ -179,9 +198,9 @@ def files_of(overlay: str, key: str) -> dict[str, dict[str, str]]:
     return {**found, "kvbridge-key": {"fleet.key": key}}
 
 
-# Each component that patches the agent or its engine.
+# Each component that patches the agent or its engine, and pods of one's own.
 @pytest.mark.timeout(6 * START_S)
-@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang+engine-user"])
+@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang+engine-user", EXAMPLE])
 def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tmp_path: Path) -> None:
     """Real agents and engines that stand in, each container as its user, with its mounts, environment and command."""
     if reason := why_not():
@@ -193,12 +212,14 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
     options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:7700"]')
     with node(NETWORK) as between, ExitStack() as stack:
         pods = {role: Pod(between, tmp_path / role, role, pod(overlay, role)["spec"], files) for role in OURS}
+        between.services["prefill"] = [pods["prefill"].ip]
         for each in pods.values():
             stack.callback(each.close)
             each.start()
             assert [name for name in each.running if name != "pause"] == ["agent", "engine"]
             assert all(each.passes(name, kind) for name in ("agent", "engine") for kind in PROBES)
             assert can_read_the_key(each) == ("engine-user" not in overlay)
+        until_met(between, pods["decode"])
         engine = {role: f"http://{each.ip}:8000" for role, each in pods.items()}
         _, address = between.asked(f"{engine['prefill']}/offer", 30, "")
         assert address.startswith(f"tcp://{pods['prefill'].ip}:7700#")
@@ -209,6 +230,14 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
         decode.kill("agent")
         assert not decode.passes("agent", "livenessProbe") and decode.passes("engine", "readinessProbe")
         decode.start_container("agent")  # as a kubelet does; the volumes are as they were
+
+
+def until_met(between: Node, decode: Pod) -> None:
+    """Wait until its agent has met the prefill pod that the Service names, before a request names it."""
+    end = time.monotonic() + 20
+    while 'kvbridge_meet_agents{state="met"} 1.0' not in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]:
+        assert time.monotonic() < end, decode.log("agent")
+        time.sleep(0.2)
 
 
 def can_read_the_key(pod: Pod) -> bool:
