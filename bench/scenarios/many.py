@@ -26,7 +26,7 @@ from testing.agents import AgentProcess, OracleEngine, agent, attached
 from testing.proc import cpu_s, descriptors, resident_bytes
 
 MOST_MIB, MOST_CORE_PERCENT, MOST_UP_S = 1.0, 0.02, 2.0  # a session, a session, 64 sessions
-OPTIONS = {"receive_slots": 2, "send_slots": 2, "log_level": "warning"}
+OPTIONS: dict[str, Any] = {"receive_slots": 2, "send_slots": 2, "log_level": "warning"}
 SETTLE_S = 3.0
 
 
