@@ -168,6 +168,9 @@ def check(queue: Any) -> None:
         _check_rows(half)
     if states.has_states(pool) and (kind := type(pool.full_kv_pool).__name__) not in BESIDE_STATES:
         raise _unsupported(f"KV pool: HybridLinearKVPool of {kind}, must be of {' or '.join(BESIDE_STATES)}")
+    if states.has_states(pool) and not states.attention(pool):
+        reason = "KV pool: HybridLinearKVPool of states alone, must have an attention layer on each rank"
+        raise _unsupported(f"{reason}; fewer pipeline stages help, unless the model itself has none")
     for draft in drafts.pools(queue):
         _check_kind("draft model's KV pool", draft)
         rows, supported = states.beside(draft), (compressed.KIND,) if is_compressed else DRAFT_POOLS

@@ -422,6 +422,12 @@ def test_other_states_are_refused_by_name(change: Any, text: str) -> None:
         describe(side.queue, Shard(), model_name="m", engine_id="e")
 
 
+def test_states_without_an_attention_layer_are_refused_by_name() -> None:
+    side = Side(layers=(STATES, []))
+    with refused(OperatorError, "cache_unsupported", "states alone, must have an attention .+; fewer pipeline stages"):
+        describe(side.queue, Shard(), model_name="m", engine_id="e")
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
