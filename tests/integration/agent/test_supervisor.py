@@ -115,9 +115,10 @@ def test_probes_fail_while_the_data_thread_stands_still_and_pass_after(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = f"127.0.0.1:{free_port()}"
-    running = paused(tmp_path, stack, monkeypatch, STILL_S + 5, metrics=place).agent
+    running = paused(tmp_path, stack, monkeypatch, STILL_S + 15, metrics=place).agent
     asked = lambda: kvbridge("status", "--probe", "--socket", running.socket)  # noqa: E731
-    assert asked().returncode == 0 and healthz(place) == (200, "ok\n")  # not yet
+    is_early = healthz(place) == (200, "ok\n") and asked().returncode == 0
+    assert is_early or running.status.still_s > STILL_S, "a busy machine asks late"
     while running.status.still_s <= STILL_S:
         time.sleep(0.1)
     code, said = healthz(place)
