@@ -257,7 +257,8 @@ class DataPlane:
             except (Exception, DeviceLost) as error:  # the thread ends with it
                 self._failure = error
             self._begun_here = set(self._moving)
-            is_looking = bool(self._moving) and self._failure is None and self._clock() < self._looking_until
+            is_looking = bool(self._moving) and not (self._fenced or self._failure)  # it looks at no fence or lease
+            is_looking = is_looking and self._clock() < self._looking_until
             is_left = bool(self._moving or self._fenced or self._failure)
         finally:
             self._turn.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -98,13 +98,17 @@ async def serving(copier: Threads, ears: Ears, **more: Any) -> AsyncIterator[Dat
         await data_plane.stop()
 
 
-def read(data_plane: DataPlane, transfer: str = "t", chunks: int = 1, size_bytes: int = 1024) -> None:
+def read(
+    data_plane: DataPlane,
+    transfer: str = "t",
+    chunks: int = 1,
+    size_bytes: int = 1024,
+    has_reached: Callable[[int], bool] = lambda count: True,
+) -> None:
     lease = ReadLease(time.monotonic())
     lease.answered(0)
     plan: Any = SimpleNamespace(total_bytes=size_bytes, chunk=lambda index: index, bytes_of=lambda *_: size_bytes)
-    attached: Any = SimpleNamespace(
-        memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=lambda count: True
-    )
+    attached: Any = SimpleNamespace(memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=has_reached)
     data_plane.give(Pull(transfer, "r", WHOSE, plan, {}, {}, 0, chunks, lease, 0, frozenset()), attached)
 
 
@@ -171,6 +175,19 @@ async def test_the_thread_is_woken_to_see_the_end_of_one_that_takes_longer(copie
         copier.may_end = True
         await until(lambda: ears.ended == ["t"])
         assert copier.begun == [LOOP]
+
+
+async def test_the_thread_is_woken_if_one_of_two_waits_for_its_engine(copier: Threads, ears: Ears) -> None:
+    """The loop does not look while one waits for a fence, and nobody else would wake a thread that sleeps soundly."""
+    reached: list[int] = []
+    async with serving(copier, ears) as data_plane:
+        copier.may_end = False
+        read(data_plane, "first")
+        read(data_plane, "second", has_reached=lambda count: bool(reached))
+        assert copier.begun == [LOOP]
+        reached.append(1)
+        copier.may_end = True
+        await until(lambda: sorted(ears.ended) == ["first", "second"])
 
 
 async def test_the_loop_does_not_go_on_with_what_the_thread_began_meanwhile(
