@@ -51,12 +51,13 @@ def rdma(subject: Subject, root: Path = Path("/")) -> Finding:
     if not taken:
         return warning(f"net_devices {','.join(named)} goes by TCP; here are {listed}", "name one of them to use RDMA")
     text = ", ".join(port.text for port in taken)
-    if down := [port.name for port in taken if port.state != "ACTIVE"]:
+    down = [port.name for port in taken if port.state != "ACTIVE"]
+    if down and ("all" not in named or len(down) == len(taken)):
         return failed(f"{text}: {', '.join(down)} is not ACTIVE", "see cable, switch and `ibstat`, or name another")
     if not list((root / DEVICE_FILES).glob("uverbs*")):
         remedy = "give the container the NIC (a resource of your network's device plugin, or --device /dev/infiniband)"
         return failed(f"{text}: /{DEVICE_FILES} has no uverbs device, so UCX cannot use it", remedy)
-    if limit := _lock_limit(root):
+    if (limit := _lock_limit(root)) is not None:
         remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1, or the capability IPC_LOCK"
         return warning(f"{text}: may lock {limit >> 10} KiB only; registering slots fails beyond", remedy)
     return _near(subject, root, text, taken, there)
@@ -103,21 +104,23 @@ def ports(root: Path) -> list[RdmaPort]:
     return found
 
 
-def _lock_limit(root: Path) -> int:
-    """How many bytes this process may lock; 0 if there is no limit, or the capability IPC_LOCK."""
+def _lock_limit(root: Path) -> int | None:
+    """How many bytes this process may lock; None if there is no limit, or with the capability IPC_LOCK."""
     status = _text(root / "proc/self/status")
     capabilities = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return 0 if soft == resource.RLIM_INFINITY or int(capabilities, 16) >> CAP_IPC_LOCK & 1 else soft
+    return None if soft == resource.RLIM_INFINITY or int(capabilities, 16) >> CAP_IPC_LOCK & 1 else soft
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return "unknown"
 
 
 def _number(path: Path) -> int:
-    text = _text(path)
-    return int(text) if text.lstrip("-").isdecimal() else -1
+    try:
+        return int(_text(path))
+    except ValueError:
+        return -1

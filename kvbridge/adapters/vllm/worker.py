@@ -281,10 +281,11 @@ class WorkerSide:
     def _received(self, ended: Ended, receive: Receive) -> None:
         """Its rows are there. Report it once their scores are finished, or are behind what the GPU does now."""
         if ended.other_scores:
-            assert self._scores is not None
             try:
+                if self._scores is None:
+                    raise RuntimeError("the engine's scores are not known here")
                 self._scores.finish(receive.want)
-            except RuntimeError as error:  # no memory for the sums: vLLM computes the prompt
+            except Exception as error:  # such as no memory for the sums: vLLM computes the prompt
                 log.warning("%s: KV came, but not its scores' weights: %s", ended.request, error)
                 return self._failed(ended.number, receive, "scores_unfinished")
         self._reports.received.add(receive.request_id)

@@ -236,7 +236,7 @@ def test_an_abort_after_the_last_byte_frees_at_once(world: World, agent: FakeAge
     world.assert_empty()
 
 
-@pytest.mark.parametrize("why", ["", "aborted", "no memory", "failed"])
+@pytest.mark.parametrize("why", ["", "aborted", "no memory", "short table", "unknown", "failed"])
 def test_scores_are_finished_once_before_their_request_runs_and_only_if_its_rows_came(
     world: World, agent: FakeAgent, why: str
 ) -> None:
@@ -246,8 +246,10 @@ def test_scores_are_finished_once_before_their_request_runs_and_only_if_its_rows
         finished.append(want)
         if why == "no memory":
             raise RuntimeError("CUDA out of memory")
+        if why == "short table":
+            raise IndexError("index 3 is out of bounds")
 
-    world.workers[0].worker._scores = SimpleNamespace(finish=finish)
+    world.workers[0].worker._scores = None if why == "unknown" else SimpleNamespace(finish=finish)
     runs: list[tuple[int, int]] = []
     request = world.decode(40)
     world.on_forward = lambda: runs.append((len(finished), sum(world.scheduled.num_scheduled_tokens.values())))
@@ -260,8 +262,8 @@ def test_scores_are_finished_once_before_their_request_runs_and_only_if_its_rows
     agent.say(replace(done(want), other_scores=True) if why != "failed" else failed(want))
     agent.say(replace(done(want), other_scores=True))
     world.finish()
-    assert [each.number for each in finished] == [want.number] * (why != "failed")
-    tokens = {"": [(1, 1)], "aborted": [], "no memory": [(1, 40)], "failed": [(0, 40)]}[why]
+    assert [each.number for each in finished] == [want.number] * (why not in ("failed", "unknown"))
+    tokens = {"": [(1, 1)], "aborted": [], "failed": [(0, 40)], "unknown": [(0, 40)]}.get(why, [(1, 40)])
     assert runs[:1] == tokens, "the prompt's last token only, unless its rows did not come"
 
 

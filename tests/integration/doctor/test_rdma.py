@@ -82,6 +82,10 @@ def test_a_port_that_is_down_fails_if_it_is_named(root: Path) -> None:
     outcome, text = of(found(root, "mlx5_0:1,mlx5_1:1"))
     assert outcome is CheckOutcome.FAILED and "mlx5_1:1 is not ACTIVE" in text
     assert found(root, "mlx5_0:1").outcome is CheckOutcome.OK
+    assert found(root, "all").outcome is CheckOutcome.OK, "nobody named the one that is down"
+    for name in NICS:
+        (root / f"sys/class/infiniband/{name}/ports/1/state").write_bytes(b"1: DOWN\xff\n")
+    assert found(root, "all").outcome is CheckOutcome.FAILED
 
 
 def test_what_a_container_was_not_given_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +94,8 @@ def test_what_a_container_was_not_given_is_named(root: Path, monkeypatch: pytest
     allows(root, 0)
     outcome, text = of(found(root, "mlx5_0"))
     assert outcome is CheckOutcome.WARNING and "may lock 64 KiB only" in text and "IPC_LOCK" in text
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 0))
+    assert "may lock 0 KiB only" in found(root, "mlx5_0").text
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert found(root, "mlx5_0").outcome is CheckOutcome.OK
     (root / "dev/infiniband/uverbs0").unlink()
