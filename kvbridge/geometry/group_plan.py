@@ -63,7 +63,7 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
 
 
 def needed(group: Group, first_token: int, end_token: int, shard: Shard) -> int:
-    """The first token of this group that a receiver needs which has the rows before `first_token`."""
+    """The first token of this group that a receiver needs, if it has the rows before `first_token` already."""
     held = kept(group, end_token, shard)
     return held if group.never_cached else max(first_token, held)
 

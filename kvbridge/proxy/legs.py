@@ -127,7 +127,10 @@ def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
 
 
 def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind) -> Leg:
-    """The client's whole body: SGLang's prefill server stops after one token by itself. Its answer is not used."""
+    """The client's whole body: SGLang's prefill server stops after one token by itself.
+
+    Of its answer only the prompt's log probabilities are used.
+    """
     body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
     body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
     if decode is Kind.SGLANG:
