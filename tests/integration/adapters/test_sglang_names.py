@@ -37,7 +37,7 @@ CLASSES = [
     if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("CommonKV") for base in node.bases)
 ]
 MANAGER = f"{HERE}.manager.KVBridgeManager"
-OF_MANAGER = {"options", "owners", "queue", "rooms", "talk", "weights_changes", "gives_up_at_once"}  # our own
+OF_MANAGER = {"scores", "options", "owners", "queue", "rooms", "talk", "weights_changes", "gives_up_at_once"}  # our own
 # What else we read: of objects that SGLang hands us, and what we set for SGLang to read.
 READ = {
     "sglang.srt.disaggregation.common.conn.CommonKVManager": "enable_deferred_decode_kv_release _kv_replica_factor",
