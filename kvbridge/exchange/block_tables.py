@@ -11,7 +11,7 @@ from ..cache_kinds import is_late
 from ..errors import EngineError
 from ..geometry.group_plan import needed
 from ..geometry.plan import Plan
-from ..geometry.tokens import BlockTable
+from ..geometry.tokens import BlockTable, counted_by
 from .session import AttachedEngine
 
 
@@ -64,9 +64,9 @@ def _check(
     for index, group in enumerate(engine.pool.groups):
         if not is_last and is_late(group.kind):
             continue
-        first, end = needed(group, first_token, end_token, engine.pool.shard), end_token
-        if group.kind != "state":
-            first, end = engine.token_shard.count(first), engine.token_shard.count(end)
+        counted = counted_by(group, engine.token_shard)
+        first = counted.count(needed(group, first_token, end_token, engine.pool.shard))
+        end = counted.count(end_token)
         if first < end:
             _table(tables, index).check(first, end)
 

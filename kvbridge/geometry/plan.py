@@ -29,7 +29,7 @@ from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
 from .layers import align
 from .plane_pair import PlanePair, pair_planes
 from .shard import common
-from .tokens import BlockTable, Places, TokenShard
+from .tokens import BlockTable, Places, TokenShard, counted_by
 from .wire import is_same_row, is_same_scales, scales_of
 
 
@@ -246,8 +246,7 @@ class Planner:
         end_token = counted.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         tables = {}
         for index, group in enumerate(own.groups):
-            tokens = end_token + 1 if group.kind == "state" else token_shard.count(end_token + 1)
-            entries = -(-tokens // group.block_tokens)
+            entries = -(-counted_by(group, token_shard).count(end_token + 1) // group.block_tokens)
             if group.kind == "state":  # only the last two entries: large blocks of the peer may make many
                 piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
             elif entries <= group.blocks:

@@ -74,9 +74,8 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
     Under context parallelism a row is taken from several senders, from each the tokens that both hold; a state is of
     all tokens, and every rank has its own. If several senders hold a head of the same tokens, the receiver takes it
     from one that it takes other rows from; else the receivers spread over the holders by their tensor-parallel rank.
-    So parts that every rank has whole come last.
-    Draft layers that no sender has are left out: see unfilled.py. Raises PeerError naming the rows that no sender
-    holds.
+    So parts that every rank has whole come last. Draft layers that no sender has are left out: see unfilled.py. Raises
+    PeerError naming the rows that no sender holds.
     """
     aligned = align_all(senders, receiver)
     held = [holdings(pool) for pool in aligned]

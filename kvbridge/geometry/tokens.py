@@ -94,6 +94,11 @@ class TokenShard:
 ALL = TokenShard(1, (0,))
 
 
+def counted_by(group: Group, token_shard: TokenShard) -> TokenShard:
+    """The tokens that a rank's table of this group counts: its own, or all, as every rank has its heads of a state."""
+    return ALL if group.kind == "state" else token_shard
+
+
 def _least(mask: npt.NDArray[np.bool_]) -> TokenShard:
     """The token shard of a mask, with its least period: each prime factor of the length is removed if possible."""
     rest, prime = len(mask), 2
@@ -130,9 +135,9 @@ class BlockTable:
     def of(cls, group: Group, *pieces: Blocks, token_shard: TokenShard = ALL) -> BlockTable:
         """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError.
 
-        Every context-parallel rank has its heads of a state whole, so a state's entries count all tokens.
+        `token_shard` is the rank's: see `counted_by`.
         """
-        table = cls(group, 0, NO_BLOCKS, ALL if group.kind == "state" else token_shard)
+        table = cls(group, 0, NO_BLOCKS, counted_by(group, token_shard))
         for piece in pieces:
             table = table.extended(piece)
         return table
