@@ -208,7 +208,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
             """
             A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes: 200 MiB of host memory
-            without a GPU; on a GPU 1.25 GiB and, unless `routes` leaves out "host", as much pinned host memory. It is
+            without a GPU; on a GPU 1.4 GiB and, unless `routes` leaves out "host", as much pinned host memory. It is
             made at the start; on loopback, with "pull" as the first route and `share_memory`, when the first session
             needs it (by pull, never). Larger slots suit fast links, more slots many requests at once.
             """,
@@ -217,11 +217,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     receive_slots: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        _option("Slots that other agents write into; unset: 6 on a GPU, else 32", sample=32),
+        _option(
+            "Slots that other agents write into; unset: 6 on a GPU, else 32",
+            "An agent that stands still keeps two thirds of them at most. Of fewer than 3 it may keep all.",
+            sample=32,
+        ),
     ] = None
     send_slots: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        _option("Slots that we send from; unset: 2 on a GPU, else 16", sample=16),
+        _option("Slots that we send from; unset: 3 on a GPU, else 16", "As `receive_slots`.", sample=16),
     ] = None
     net_devices: Annotated[
         str,

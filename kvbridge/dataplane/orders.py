@@ -6,7 +6,7 @@ Our slots that chunks are gathered into are here too. Chunks that land are check
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Generic, TypeVar
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from kvbridge_proto.peer import Notice, SlotLease
 from kvbridge_proto.status import SlotCounts
 
-from ..exchange.containers import FairQueue
+from ..exchange.containers import PeerQueue, Shares
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -43,10 +43,11 @@ from .attached import AttachedMemory
 
 
 class SendSlot(Value):
-    """One slot that we gather into. `era` is the number of the `make` that made it."""
+    """One slot that we gather into, for `peer`. `era` is the number of the `make` that made it."""
 
     index: int
     era: int
+    peer: Hashable
 
 
 class SendSlots:
@@ -56,6 +57,7 @@ class SendSlots:
         self._era = 0
         self._late: set[SendSlot] = set()
         self._taken: Counter[int] = Counter()  # by era: slots that are gathered into, or that a write reads
+        self._shares = Shares()
         self.turn = 0  # slots taken so far
         self.make(count)
 
@@ -66,12 +68,16 @@ class SendSlots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> SendSlot | None:
-        if not self._free:
-            return None
+    def may_take(self, peer: Hashable) -> bool:
+        """Whether there is a slot for this peer, within its share."""
+        return self._shares.may_take(peer, self.free)
+
+    def take(self, peer: Hashable) -> SendSlot:
+        """Take a free slot."""
         self.turn += 1
         self._taken[self._era] += 1
-        return SendSlot(self._free.popleft(), self._era)
+        self._shares.take(peer)
+        return SendSlot(self._free.popleft(), self._era, peer)
 
     def quarantine(self, local: SendSlot) -> None:
         """The write out of this slot is late: nobody knows when it ends."""
@@ -86,6 +92,7 @@ class SendSlots:
         assert local.index not in self._free
         self._late.discard(local)
         self._free.append(local.index)
+        self._shares.give_back(local.peer)
 
     def is_used(self, era: int) -> bool:
         """Whether any slot of this `make` may still be read by a write."""
@@ -97,6 +104,7 @@ class SendSlots:
         self._count = count
         self._free = deque(range(count))
         self._late.clear()
+        self._shares.clear()
         return self._era
 
     def counts(self) -> SlotCounts:
@@ -195,7 +203,7 @@ class SendOrders(OrderReports[SendingReport]):
         self._gathering = 0
         self.open: dict[str, OrderedSend] = {}
         # Transfers that could begin a chunk when they were queued; they may have ended since.
-        self._awaiting: FairQueue[OrderedSend] = FairQueue()
+        self._awaiting: PeerQueue[OrderedSend] = PeerQueue()
         self._shipped: dict[str, Shipped] = {}
 
     def order(self, order: SendOrder, attached: AttachedMemory, asked_at: float) -> None:
@@ -224,7 +232,7 @@ class SendOrders(OrderReports[SendingReport]):
             return
         has_gathered = self._has_gathered(ordered)
         ordered.stop = stop
-        self._awaiting.discard(stop.transfer)
+        self._awaiting.discard(ordered.order.incarnation, stop.transfer)
         if ordered.writing and not ordered.gathering and not has_gathered:
             self.report(Gathered(stop.transfer))
         self._end_if_over(ordered)
@@ -232,16 +240,18 @@ class SendOrders(OrderReports[SendingReport]):
     def begin(self) -> LeavingChunk | None:
         """The next chunk to gather, of the transfer that has waited longest. None without a free slot or a chunk.
 
+        A receiver that does not let its writes end, as it is slow or frozen, has no more than its share of the slots.
         No more are gathered at once than there are slots, even if those were just replaced: the copier has no room.
         """
-        while self.slots.free and self._gathering < len(self.slots) and (ordered := self._awaiting.take()) is not None:
+        while self.slots.free and self._gathering < len(self.slots):
+            if (ordered := self._awaiting.take(self.slots.may_take)) is None:
+                return None
             if ordered.can_begin:  # it may have ended since
                 return self._begin(ordered)
         return None
 
     def _begin(self, ordered: OrderedSend) -> LeavingChunk:
-        local, chunk = self.slots.take(), ordered.next_chunk
-        assert local is not None
+        local, chunk = self.slots.take(ordered.order.incarnation), ordered.next_chunk
         end_chunk, fence = ordered.ready[0]
         leaving = LeavingChunk(ordered, ordered.tables, chunk, fence, local, ordered.leases.popleft(), ordered.asked_at)
         ordered.turn = self.slots.turn
@@ -257,7 +267,7 @@ class SendOrders(OrderReports[SendingReport]):
 
     def _queue(self, ordered: OrderedSend) -> None:
         if ordered.can_begin:
-            self._awaiting.add(ordered.transfer, ordered.turn, ordered)
+            self._awaiting.add(ordered.order.incarnation, ordered.transfer, ordered.turn, ordered)
 
     def gathered(self, leaving: LeavingChunk) -> None:
         """The chunk has been gathered, or never will be."""

@@ -306,7 +306,8 @@ class StagingSize:
 
 READS = 4  # launches at once, of all transfers: while one reads the next are launched
 # A chunk costs each agent about half a millisecond of Python, whatever its size. So fast links get large chunks.
-ROOM_ON_GPU = StagingSize(128 << 20, 6, 2)
+# Three are the fewest of which one peer leaves any to the others (Shares).
+ROOM_ON_GPU = StagingSize(128 << 20, 6, 3)
 ROOM_IN_HOST = StagingSize(4 << 20, 32, 16)
 
 

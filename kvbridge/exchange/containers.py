@@ -1,12 +1,14 @@
-"""Small collections: by deadline, by turn, most recent only. Pure."""
+"""Small collections: by deadline, by turn, by share, most recent only. Pure."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 SPARE_ENTRIES = 64
+SHARE = 2  # slots that a peer may hold for each that is free: one that stands still leaves a third
 
 K = TypeVar("K", bound=Hashable)
 
@@ -76,14 +78,14 @@ class FairQueue(Generic[T]):
     """A fair queue: the lowest turn goes first; among equals, the one added first. Each name waits once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[int, T]] = {}
-        self._heap: list[tuple[int, int, str]] = []  # (turn, count, name), gone ones included
+        self._waiting: dict[Hashable, tuple[int, T]] = {}
+        self._heap: list[tuple[int, int, Hashable]] = []  # (turn, count, name), gone ones included
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, name: str, turn: int, what: T) -> None:
+    def add(self, name: Hashable, turn: int, what: T) -> None:
         """Queue `what`, unless `name` is queued already. `turn` must not change while it waits."""
         if name in self._waiting:
             return
@@ -93,17 +95,92 @@ class FairQueue(Generic[T]):
 
     def take(self) -> T | None:
         """Remove and return the next one, or None."""
+        if self.turn is None:
+            return None
+        _, _, name = heapq.heappop(self._heap)
+        return self._waiting.pop(name)[1]
+
+    @property
+    def turn(self) -> int | None:
+        """That of the next one, or None."""
         while self._heap:
-            _, count, name = heapq.heappop(self._heap)
+            turn, count, name = self._heap[0]
             if name in self._waiting and self._waiting[name][0] == count:
-                return self._waiting.pop(name)[1]
+                return turn
+            heapq.heappop(self._heap)
         return None
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: Hashable) -> None:
         if self._waiting.pop(name, None) is not None and len(self._heap) > 2 * len(self._waiting) + SPARE_ENTRIES:
             counts = {name: count for name, (count, _) in self._waiting.items()}
             self._heap = [each for each in self._heap if counts.get(each[2]) == each[1]]
             heapq.heapify(self._heap)
+
+
+class PeerQueue(Generic[T]):
+    """A fair queue of several peers. Those whose share is used up keep their places, and the others go first."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, FairQueue[T]] = {}
+        self._peers: FairQueue[Hashable] = FairQueue()  # each with the turn of its first
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._of.values())))  # any thread may ask: `list` copies atomically
+
+    def add(self, peer: Hashable, name: str, turn: int, what: T) -> None:
+        """As `FairQueue.add`."""
+        self._of.setdefault(peer, FairQueue()).add(name, turn, what)
+        self._line_up(peer)
+
+    def take(self, may_take: Callable[[Hashable], bool]) -> T | None:
+        """Remove and return the next one of a peer that may take one, or None."""
+        found, asked = None, []
+        while found is None and (peer := self._peers.take()) is not None:
+            asked.append(peer)
+            if may_take(peer):
+                found = self._of[peer].take()
+        for peer in asked:
+            self._line_up(peer)
+        return found
+
+    def discard(self, peer: Hashable, name: str) -> None:
+        if peer in self._of:
+            self._of[peer].discard(name)
+            self._line_up(peer)
+
+    def _line_up(self, peer: Hashable) -> None:
+        self._peers.discard(peer)
+        if (turn := self._of[peer].turn) is None:
+            del self._of[peer]
+        else:
+            self._peers.add(peer, turn, peer)
+
+
+class Shares:
+    """How many slots each peer holds. What it holds is the others' loss, until it gives it back.
+
+    A peer that is slow or frozen keeps what it gets. So no peer takes more than SHARE times as many as are free then,
+    but each may have one.
+    """
+
+    def __init__(self) -> None:
+        self._held: Counter[Hashable] = Counter()
+
+    def may_take(self, peer: Hashable, free: int) -> bool:
+        """Whether this peer may take one more of the free slots."""
+        held = self._held[peer]
+        return free > 0 and (held == 0 or held < SHARE * free)
+
+    def take(self, peer: Hashable) -> None:
+        self._held[peer] += 1
+
+    def give_back(self, peer: Hashable) -> None:
+        self._held[peer] -= 1
+        if not self._held[peer]:
+            del self._held[peer]
+
+    def clear(self) -> None:
+        self._held.clear()
 
 
 class Recent(Generic[K]):

@@ -66,7 +66,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("receivers that claim", sending._of_receiver),
         (
             "transfers that wait for a slot",
-            (*data_plane.send_orders._awaiting._waiting, *by_slots.awaiting._waiting),
+            (*data_plane.send_orders._awaiting._of, *by_slots.awaiting._of),
         ),
         ("orders to send", data_plane.send_orders.open),
         ("chunks on their way", data_plane.send_orders.moving),

@@ -16,7 +16,7 @@ from kvbridge_proto.peer import Cancel, Claim, Grant, ProcessCard, Ready, RouteT
 from ...errors import PeerError
 from ...exchange.actions import Action, Carried, Reach, Send, WatchProcess
 from ...exchange.block_tables import ready_chunks
-from ...exchange.containers import FairQueue
+from ...exchange.containers import PeerQueue
 from ...exchange.orders import (
     Credit,
     Gathered,
@@ -158,7 +158,7 @@ class SlotReceiving(ReceivingRoute):
         self.opened = opened
         self.slots = slots
         self.unconfirmed = UnconfirmedTransfers()
-        self.awaiting: FairQueue[IncomingBySlots] = FairQueue()  # transfers with ready chunks that have no slot
+        self.awaiting: PeerQueue[IncomingBySlots] = PeerQueue()  # transfers with ready chunks that have no slot
 
     @property
     def waiting(self) -> int:
@@ -182,9 +182,9 @@ class SlotReceiving(ReceivingRoute):
         return actions
 
     def lend(self) -> list[Action]:
-        """Lend free slots to transfers with ready chunks, one each in turn."""
+        """Lend free slots to transfers with ready chunks, one each in turn, and to no sender more than its share."""
         lent: dict[str, tuple[SlotLease, ...]] = {}
-        while self.slots.free and (incoming := self.awaiting.take()) is not None:
+        while self.slots.free and (incoming := self.awaiting.take(self.slots.may_lend)) is not None:
             lent[incoming.transfer] = lent.get(incoming.transfer, ()) + incoming.lend(1)
             incoming.queue()
         actions: list[Action] = []
@@ -268,14 +268,14 @@ class IncomingBySlots(IncomingTransfer):
 
     def lend(self, count: int) -> tuple[SlotLease, ...]:
         """Up to so many slots."""
-        if leases := self.route.slots.lend(count, self.transfer):
+        if leases := self.route.slots.lend(count, self.transfer, self.session.memory_id):
             self.turn = self.route.slots.turn
         return leases
 
     def queue(self) -> None:
         """Queue for a slot, if it has ready chunks without one."""
         if self.state is TransferState.FLOWING and self.ready > self.placed + self.route.slots.lent_to(self.transfer):
-            self.route.awaiting.add(self.transfer, self.turn, self)
+            self.route.awaiting.add(self.session.memory_id, self.transfer, self.turn, self)
 
     def on_message(self, body: RouteToReceiver, now: float) -> list[Action]:
         if not isinstance(body, Ready):
@@ -293,7 +293,7 @@ class IncomingBySlots(IncomingTransfer):
         return [Carried(self.session, report.chunks, report.size_bytes)] if report.chunks else []
 
     def on_end(self, is_finished: bool = False) -> None:
-        self.route.awaiting.discard(self.transfer)
+        self.route.awaiting.discard(self.session.memory_id, self.transfer)
         if is_finished:
             self.route.slots.drain(self.transfer)  # unused leases: the sender has written every chunk it will
 

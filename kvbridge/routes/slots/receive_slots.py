@@ -7,12 +7,13 @@ of its lease can land any more. No timer is a proof.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from kvbridge_proto.peer import SlotLease
 from kvbridge_proto.status import SlotCounts
 
+from ...exchange.containers import Shares
 from ...states import SLOT_TABLE, SlotEvent, SlotState
 
 
@@ -21,6 +22,7 @@ class _Slot:
     state: SlotState = SlotState.FREE
     generation: int = 0
     transfer: str = ""
+    peer: Hashable = None  # who writes
 
 
 class ReceiveSlots:
@@ -31,6 +33,7 @@ class ReceiveSlots:
         self._free: deque[int] = deque()
         self.make(count)
         self._of_transfer: dict[str, set[int]] = {}
+        self._shares = Shares()
         self.turn = 0  # leases granted so far
         self.lent = 0
 
@@ -64,15 +67,20 @@ class ReceiveSlots:
             if slot.state is SlotState.QUARANTINED and (of is None or slot.transfer in of)
         )
 
-    def lend(self, count: int, transfer: str) -> tuple[SlotLease, ...]:
-        """Up to `count` leases, each under a new generation."""
-        leases = []
-        for _ in range(min(count, len(self._free))):
+    def may_lend(self, peer: Hashable) -> bool:
+        """Whether there is a slot for this peer, within its share."""
+        return self._shares.may_take(peer, self.free)
+
+    def lend(self, count: int, transfer: str, peer: Hashable) -> tuple[SlotLease, ...]:
+        """Up to `count` leases, each under a new generation, within the share of `peer`, who writes."""
+        leases: list[SlotLease] = []
+        while len(leases) < count and self.may_lend(peer):
             index = self._free.popleft()
             slot = self._slots[index]
             slot.state = SLOT_TABLE[slot.state, SlotEvent.LEND]
             slot.generation += 1
-            slot.transfer = transfer
+            slot.transfer, slot.peer = transfer, peer
+            self._shares.take(peer)
             self.turn += 1
             self.lent += 1
             self._of_transfer.setdefault(transfer, set()).add(index)
@@ -124,8 +132,9 @@ class ReceiveSlots:
         self.lent -= was_lent
         if slot.state is SlotState.FREE:
             self._free.append(index)
+            self._shares.give_back(slot.peer)
             held = self._of_transfer[slot.transfer]
             held.discard(index)
             if not held:
                 del self._of_transfer[slot.transfer]
-            slot.transfer = ""
+            slot.transfer, slot.peer = "", None

@@ -86,7 +86,7 @@ class Played:
         self.reasons: list[str] = []
         self.receiver = self
         self.slots = ReceiveSlots(slots)
-        self.slots.lend(2, "t")
+        self.slots.lend(2, "t", "peer")
         self.slots.quarantine("t")
         self._failures = deque(failures)
         self.local = SendSlots(2)
@@ -178,8 +178,7 @@ def test_the_next_attempt_is_due_after_the_end_of_one_that_failed(
         played.far = {"t"}
     elif what == "send slots":
         played.slots.drain("t")
-        slot = played.local.take()
-        assert slot is not None
+        slot = played.local.take("b")
         played.local.quarantine(slot)
         played.send_failures.append(failure)
     again_at = due + played.attempt_s + REBUILD_AGAIN_S
@@ -233,7 +232,7 @@ def test_slots_that_come_and_go_are_no_reason_to_replace_any() -> None:
     """A busy agent always has some transfer that was aborted a moment ago."""
     played = Played(slots=8)
     for number in range(100):
-        played.slots.lend(2, f"next {number}")
+        played.slots.lend(2, f"next {number}", "peer")
         played.slots.quarantine(f"next {number}")
         played.slots.drain(f"next {number - 1}" if number else "t")
         played.look(float(number))
@@ -372,8 +371,7 @@ def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
 def test_slots_that_we_send_from_are_replaced_at_once_and_no_session_ends() -> None:
     played = Played()
     played.slots.drain("t")
-    slot = played.local.take()
-    assert slot is not None
+    slot = played.local.take("b")
     played.look(0.0, 2.0)
     assert not played.replaced
     played.local.quarantine(slot)
@@ -388,9 +386,8 @@ def test_slots_that_we_send_from_are_replaced_at_once_and_no_session_ends() -> N
 def test_send_slots_for_which_there_is_no_memory_are_tried_again_later() -> None:
     played = Played()
     played.slots.drain("t")
-    slots = [played.local.take() for _ in range(2)]
+    slots = [played.local.take("b") for _ in range(2)]
     for slot in slots:
-        assert slot is not None
         played.local.quarantine(slot)
     played.send_failures.append(CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"))
     played.look(0.0, 1.0, REBUILD_AGAIN_S - 0.1)

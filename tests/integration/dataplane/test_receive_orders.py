@@ -63,22 +63,22 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     receiver.receive_orders.scattered(landed, None)
     world.abandon("r")  # before that is heard
     before = receiver.slots.counts()
-    assert before.free == 0 and before.quarantined == len(receiver.slots)
+    assert before.quarantined == len(receiver.slots) - before.free > 1
     world.advance(receiver)
     world.settle()
     after = receiver.slots.counts()
-    assert (after.free, after.quarantined) == (1, before.quarantined - 1)
+    assert (after.free, after.quarantined) == (before.free + 1, before.quarantined - 1)
     assert isinstance(world.answers()["r"], Failed)
 
 
 @pytest.mark.proves("G5")
 def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world, receiver, (first, *_) = landing()
-    landed = taken(receiver, first)
+    landed, free = taken(receiver, first), receiver.slots.free
     incarnation = world.senders[0].engine.agent.incarnation
     world.do(receiver, receiver.receiving.drained(incarnation, first.transfer, "", "", world.now))
     world.settle()
-    assert receiver.slots.free == 0
+    assert receiver.slots.free == free < len(receiver.slots) - 1
     receiver.receive_orders.scattered(landed, None)
     world.advance(receiver)
     world.settle()

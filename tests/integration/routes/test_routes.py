@@ -484,8 +484,7 @@ def test_send_slots_of_before_are_kept_while_a_write_or_a_proof_reads_them(stack
     sender, endpoint = agents.sender, agents.sender.endpoint
     sender.begin_era(slots.make(2))
     sender.join(endpoint, "b", agents.receiver.endpoint.fabric.descriptor())
-    local, source, before = slots.take(), endpoint.source, endpoint.send_slots
-    assert local is not None
+    local, source, before = slots.take("b"), endpoint.source, endpoint.send_slots
     endpoint.copier.fill(before.span(local.index), b"kept" * (SLOT_BYTES // 4))
     agents.network.stall("b")
     endpoint.fabric.write("b", before.address(local.index), agents.receiver.endpoint.receive_slots.base, 64, b"", 1e9)
@@ -500,7 +499,7 @@ def test_send_slots_of_before_are_kept_while_a_write_or_a_proof_reads_them(stack
         sender.add_sources()
         sender.begin_era(slots.make(2))
         assert slots.free == 2 and [len(each.sources) for each in sender.current.all] == [len(endpoint.sources)] * 2
-        later.append(slots.take())
+        later.append(slots.take("b"))
     assert endpoint.staging_of(local) is before and endpoint.staging_of(later[1]) is endpoint.send_slots
     with pytest.raises(FabricError, match="late writes go on out of all send slots that were made, 3 times"):
         sender.add_sources()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -100,6 +102,31 @@ def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:
             made.gathered(leaving)
             made.written(leaving, 0.0, None)
     assert order == ["a", "b"] * 4
+
+
+@pytest.mark.proves("G18")
+@pytest.mark.parametrize("ends", [0.0, 0.01])
+def test_of_64_receivers_each_has_its_turn_in_each_round_though_one_is_slow_or_stands_still(ends: float) -> None:
+    """All have chunks to send. The writes to the first end in one of a hundred looks, or never."""
+    made, chance, peers = SendOrders(16), random.Random(1), [f"D{number}" for number in range(64)]
+    for number, peer in enumerate(peers):
+        made.order(SendOrder(peer, number, "r", peer, Plan(1000), b"", 1, ""), NOTHING, 0.0)
+        made.progress(Progress(peer, {}, 1000, 7), 0.0)
+        lend(made, peer, 1000)
+    under_way: list[LeavingChunk] = []
+    turns: list[str] = []
+    while len(turns) < 64 * 100:
+        under_way += (began := begun(made))
+        turns += [leaving.order.transfer for leaving in began]
+        leaving = chance.choice(under_way)
+        if leaving.order.transfer != "D0" or chance.random() < ends:
+            under_way.remove(leaving)
+            made.gathered(leaving)
+            made.written(leaving, 0.0, None)
+        assert Counter(leaving.order.transfer for leaving in under_way)["D0"] <= 11
+    others = [peer for peer in turns if peer != "D0"]
+    rounds = [others[at : at + 63] for at in range(0, len(others) - 62, 63)]
+    assert all(len(set(each)) == 63 for each in rounds) and len(rounds) > 90
 
 
 def test_nothing_begins_after_a_stop_and_quiet_comes_when_the_last_write_has_ended() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvbridge.exchange.containers import Deadlines, FairQueue
+import pytest
+
+from kvbridge.exchange.containers import Deadlines, FairQueue, PeerQueue, Shares
 
 
 def test_deadlines_come_due_in_order_and_those_that_moved_or_were_cleared_are_not_kept() -> None:
@@ -36,3 +38,34 @@ def test_turns_come_in_order_and_what_is_gone_is_not_kept() -> None:
         turns.add(f"gone {number}", number, "")
         turns.discard(f"gone {number}")
     assert not turns and len(turns._heap) < 100
+
+
+def test_a_peer_that_may_take_nothing_keeps_its_place_and_holds_up_nobody() -> None:
+    turns: PeerQueue[str] = PeerQueue()
+    for peer, name, turn in (("p", "late", 9), ("p", "early", 1), ("q", "second", 2), ("q", "third", 3)):
+        turns.add(peer, name, turn, name)
+    assert [turns.take(lambda peer: peer != "p") for _ in range(3)] == ["second", "third", None] and len(turns) == 2
+    turns.add("q", "fourth", 4, "fourth")
+    turns.discard("p", "late")
+    assert [turns.take(lambda peer: True) for _ in range(3)] == ["early", "fourth", None]
+    for number in range(10_000):
+        turns.add(number, "gone", number, "")
+        turns.discard(number, "gone")
+    assert not len(turns) and not turns._of and len(turns._peers._heap) < 100
+
+
+@pytest.mark.parametrize("slots", range(1, 40))
+def test_a_peer_that_gives_nothing_back_leaves_a_third_and_everybody_may_have_one(slots: int) -> None:
+    shares, free = Shares(), slots
+    for frozen in ("one", "another"):
+        while shares.may_take(frozen, free):
+            shares.take(frozen)
+            free -= 1
+        assert free >= slots // 3 // (3 if frozen == "another" else 1)
+    while free:
+        assert shares.may_take(f"peer {free}", free)
+        shares.take(f"peer {free}")
+        free -= 1
+    assert not shares.may_take("who comes last", 0)
+    shares.give_back("one")
+    assert shares.may_take("who comes last", 1)

@@ -98,7 +98,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     world.do(sender, peer.say(transfer="greedy", end_token=32, deadline_s=86400.0))
     world.do(sender, peer.say(transfer="done", end_token=0, takes=()))
     assert "done" not in peer.sending.outgoing_transfers and not world.released(), "the other has not read yet"
-    world.do(sender, peer.grant("greedy", *peer.receiver.slots.lend(1, "greedy")))
+    world.do(sender, peer.grant("greedy", *peer.receiver.slots.lend(1, "greedy", "peer")))
     world.hold = {"gather"}
     world.run()
     assert sender.send_orders.moving == 1

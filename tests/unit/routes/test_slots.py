@@ -28,8 +28,11 @@ class Slots(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 4), transfer=st.sampled_from("ab"))
     def lend(self, count: int, transfer: str) -> None:
-        leases = self.pool.lend(count, transfer)
-        assert len(leases) == min(count, self.COUNT - len(self.out))
+        leases = self.pool.lend(count, transfer, transfer.upper())
+        held, free = sum(each[1] == transfer for each in self.out.values()), self.COUNT - len(self.out)
+        while count and free and (held == 0 or held < 2 * free):
+            count, held, free = count - 1, held + 1, free - 1
+        assert len(leases) == self.COUNT - len(self.out) - free
         for lease in leases:
             assert lease.slot not in self.out and lease.generation == self.last[lease.slot] + 1
             self.last[lease.slot] = lease.generation

@@ -151,7 +151,7 @@ class State(Network):
                 (*DISPATCH(each), each.stop is None, tuple(each.ready), tuple(each.leases))
                 for each in orders.open.values()
             ),
-            tuple((turn, name) for turn, _, name in sorted(orders._awaiting._heap)),
+            tuple((turn, name) for each in orders._awaiting._of.values() for turn, _, name in sorted(each._heap)),
             tuple(
                 (*RECEIPT(each), each.stop is None, *each.leases.items(), frozenset(each.missing))
                 for each in receiver.receive_orders._open.values()
