@@ -97,7 +97,8 @@ class Told:
     """Rendezvous that we were told of and have not begun, and how many of them will be given up after a moment.
 
     `pace_s` is how long the second half of a prompt takes. With `after_s`, each is given up so long after it was sent;
-    or process `strike` gets the signal `number` then. Offers are held for `hold_s`, or until the deadline.
+    or process `strike` gets the signal `number` then. Offers are held for `hold_s`, or until the deadline; if
+    `is_announced`, we say when the first of them is made. With `is_offered` wants say that it was.
     """
 
     rendezvous_ids: deque[int] = field(default_factory=deque)
@@ -110,6 +111,8 @@ class Told:
     strike: int = 0
     strike_at: float = NEVER
     number: int = signal.SIGKILL
+    is_announced: bool = False
+    is_offered: bool = False
 
 
 class Engine:
@@ -176,7 +179,8 @@ class Engine:
     # What we are told:
 
     def do_run(self, first: int, count: int, deadline_s: float = 0.0, **more: Any) -> None:
-        """Serve so many rendezvous ids; more is as in `Told`."""
+        """Serve so many rendezvous ids; more is as in `Told`. Those before begin first, as they were told."""
+        self._begin()
         waiting = self.told.rendezvous_ids
         waiting.extend(range(first, first + count))
         self.told = Told(waiting, deadline_s=deadline_s or self.job.deadline_s, **more)
@@ -255,6 +259,8 @@ class Engine:
         more = {"is_more": given > 0, "is_last": is_last, "hold_s": self.told.hold_s or self.told.deadline_s}
         tokens = upto * self.content.shape.block_tokens
         self.link.send(offer_of(name, tokens, blocks, first=given, fence=self.fence.mark(), **more))
+        if not given and self.told.is_announced:
+            say("offered", rendezvous=began.rendezvous)
 
     def _withdraw(self, name: str, each: Open) -> None:
         each.rest_at = NEVER
@@ -263,7 +269,7 @@ class Engine:
     def _want(self, began: Open) -> None:
         name = f"rendezvous-{began.rendezvous}"
         tokens, size = range(self.job.tokens), self.content.shape.block_tokens
-        more = {"deadline_s": self.told.deadline_s, "fence": self.fence.mark()}
+        more = {"deadline_s": self.told.deadline_s, "fence": self.fence.mark(), "is_offered": self.told.is_offered}
         self.link.send(want_of(name, self.told.sender, tokens, began.blocks, size, **more))
 
     def _end(self, name: str, code: str, reason: str = "") -> None:
