@@ -58,6 +58,7 @@ from .clients import Clients
 from .doors import Doors, LocalDoors
 from .engines import Engines
 from .journal import Journal
+from .kept import KeptAnswers
 from .logs import LastErrors, set_up
 from .meeting import Meetings, read_entry
 from .metrics import Gauges, Metrics, Prompts
@@ -306,7 +307,10 @@ class Agent:
             return IncomingPeers(sender, self.data_plane, lambda: current.engine, self.metrics, self.doors)
 
         record = Record("sender", self.journal, self._clock, self._views)
-        return SenderRunner(self.sending, open_peers, self.data_plane, record, current, self._clock)
+        outgoing = self.receiver.peers
+        kept = KeptAnswers(outgoing.tell_all, current.tell)
+        outgoing.kept = kept.ours
+        return SenderRunner(self.sending, open_peers, self.data_plane, record, current, self._clock, kept)
 
     def _met_for(self) -> AttachedEngine | None:
         """The engine that sessions are opened for before it wants anything."""

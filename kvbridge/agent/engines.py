@@ -84,6 +84,7 @@ class Engines:
         self._sender.do(self._sender.sending.engine_left(self._clock()))
         self._receiver.do(self._receiver.receiving.engine_left(self._clock()))
         self._peers.end_all(reason)
+        self._sender.kept.clear()
         self._current.change(None)
         self._metrics.left()
         self._doors.withdraw(memory, reason)
@@ -108,7 +109,9 @@ class Engines:
         pool, agent = attach.pool, self.card
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
         site, digests = self._data_plane.site, self._data_plane.digests
-        engine = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
+        engine = AttachedEngine(
+            agent, self._epoch, pool, site, digests, (own,), attach.policy, takes_kept=attach.takes_kept
+        )
         self._current.change(Attachment(engine, memory, connection, version))
         connection.is_engine = True
         self._doors.share(memory)

@@ -1,16 +1,16 @@
-"""The receiver's sessions: we opened them with senders. Kept by address, because a want names an address."""
+"""The receiver's sessions: we opened them with senders. Keeps by address, because a want names an address."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from kvbridge_proto.door import Ticket
-from kvbridge_proto.peer import PROBE_LANES, Body, Goodbye, OfSender, ProcessCard, Refuse, Welcome
+from kvbridge_proto.peer import PROBE_LANES, Body, Goodbye, Keeps, OfSender, ProcessCard, Refuse, Welcome
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
@@ -109,6 +109,7 @@ class OutgoingPeers:
     _clock: Callable[[], float]
     _open_door: Callable[[Session, Ticket, Link, Ended], Awaitable[Rate | None]]
     on_end: Callable[[str, str, str], None] | None = None  # hears of addresses as `receiver.unreachable` does
+    kept: Callable[[], Iterable[Keeps]] = tuple  # what our engine keeps, which every new sender is told
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
     _serial: int = field(default=0, init=False)
@@ -160,6 +161,12 @@ class OutgoingPeers:
     def send(self, address: str, body: Body) -> None:
         if (dialled := self._at(address)) is not None:
             dialled.link.send(body)
+
+    def tell_all(self, kept: Keeps) -> None:
+        """Tell every sender whose engine wants to hear it."""
+        for dialled in self.sessions.values():
+            if dialled.session is not None and dialled.session.takes_kept:
+                dialled.link.send(kept)
 
     def tick(self, now: float, late_s: float = 0.0) -> None:
         """Act on deadlines. The loop stood still for `late_s`, which does not count as silence of peers."""
@@ -240,8 +247,11 @@ class OutgoingPeers:
             log.info("session open: peer=%s incarnation=%s %s", address, session.peer.incarnation, described(session))
             warn_of_route(address, session)
             self._receiver.met(session)
-        dialled.session = session
+        is_new, dialled.session = dialled.session is None, session
         dialled.link.version = session.version
+        if is_new and session.takes_kept:
+            for kept in self.kept():
+                dialled.link.send(kept)
         for name in self._names(address):
             self._receiver.opened(name, session)
         self._sort_out()

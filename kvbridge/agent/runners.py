@@ -25,6 +25,7 @@ from kvbridge_proto.peer import (
     Failing,
     Grant,
     Hold,
+    Keeps,
     OfReceiver,
     OfSender,
     Refuse,
@@ -55,6 +56,7 @@ from ..failpoints import failpoint
 from ..routes.pull.halves import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
+from .kept import KeptAnswers
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import IncomingPeers, SenderEvents
 from .record import Event, Record
@@ -123,8 +125,7 @@ class Runner(abc.ABC):
                             record_events()
                             failure = "code=%s %s", message.code, message.reason
                             self._record.warn("failed", *failure, number=message.number)
-                        self._current.tell(message)
-                        _pass(SENT, message)
+                        self._tell(message)
                     case Reach() | Ask() | WatchProcess() | Watch():
                         record_events()  # what these lead to at once may be recorded in this call
                         self._act(action)
@@ -144,6 +145,10 @@ class Runner(abc.ABC):
                         pass
                     case _:
                         note(action, at)
+
+    def _tell(self, message: ToEngine) -> None:
+        self._current.tell(message)
+        _pass(SENT, message)
 
     @abc.abstractmethod
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
@@ -300,10 +305,12 @@ class SenderRunner(Runner):
         record: Record,
         current: CurrentEngine,
         clock: Callable[[], float],
+        kept: KeptAnswers,
     ) -> None:
         super().__init__(data_plane, record, current, clock)
         self.peers = self._send_to = open_peers(self)
         self.sending = sending
+        self.kept = kept
         self._watched = -1  # the count of our engine's fence that we wait for; -1: none
 
     # The engine:
@@ -312,6 +319,8 @@ class SenderRunner(Runner):
         self._record.note(offer)
         failpoint("sender.offer_heard")
         self.do(self.sending.offer(offer, engine, self._clock()))
+        if offer.prefixes and self.knows(offer.number):
+            self.kept.offered(offer)
         if self.sending.has_pending:  # its socket counts as empty only after this message
             asyncio.get_running_loop().call_soon(self.do, [])
 
@@ -377,6 +386,8 @@ class SenderRunner(Runner):
                 self.do(self.sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
                 self.do(self.sending.hold(incarnation, rendezvous_ids, self._clock()))
+            case Keeps():
+                self.kept.heard(session, body)
             case _:
                 now = self._clock()
                 self.do(self.sending.on_message(incarnation, body), (body,), now)
@@ -387,6 +398,7 @@ class SenderRunner(Runner):
 
     def lost(self, incarnation: str) -> None:
         self.do(self.sending.lost(incarnation))
+        self.kept.lost(incarnation)
 
     # The data plane:
 
@@ -430,6 +442,11 @@ class SenderRunner(Runner):
     ) -> None:
         """Also send the answers that are due then. If an action fails, they stay due."""
         super().do(self._with_answers(actions) if self.sending.has_pending else actions, events, heard_at, peer)
+
+    def _tell(self, message: ToEngine) -> None:
+        super()._tell(message)
+        if isinstance(message, Released):
+            self.kept.released(message.number)
 
     def _with_answers(self, actions: Iterable[Action]) -> Iterator[Action]:
         yield from actions

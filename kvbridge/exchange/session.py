@@ -35,6 +35,7 @@ class AttachedEngine:
     ranks: tuple[Rank, ...] = ()
     policy: Literal["requantize", "adopt"] = "requantize"
     revision: int = 0
+    takes_kept: bool = False  # it wants to hear what others keep for it
     token_shard: TokenShard = field(init=False, repr=False, compare=False)  # the tokens our pool holds
     rank: int = field(init=False, repr=False, compare=False)  # ours
     rank_count: int = field(init=False, repr=False, compare=False)  # of our engine
@@ -55,7 +56,7 @@ class Session:
 
     `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys. `is_far`: the
     sender can write our memory through our fabric only, as far as a receiver knows. `process` is the sender's, if we
-    share its PID namespace.
+    share its PID namespace. `takes_kept`: the sender's engine wants to hear what ours keeps.
     """
 
     peer: AgentCard
@@ -71,6 +72,7 @@ class Session:
     key: str = ""
     is_far: bool = False
     process: ProcessCard | None = None
+    takes_kept: bool = False
     planner: Planner = field(kw_only=True, repr=False, compare=False)
     memory_id: EngineMemoryId = field(init=False, repr=False, compare=False)  # identifies the peer engine's memory
 
@@ -182,6 +184,7 @@ def welcome(session: Session, engine: AttachedEngine, door: Ticket | None = None
         namespaces=engine.site.namespaces,
         process=engine.site.process,
         moves_units=True,
+        takes_kept=engine.takes_kept,
     )
 
 
@@ -220,6 +223,7 @@ def accept(welcome: Welcome, engine: AttachedEngine, key: str = "") -> Session |
         key=key,
         is_far=_is_far(welcome, site),
         process=welcome.process if _shares_pids(welcome, site) else None,
+        takes_kept=welcome.takes_kept,
         planner=Planner(welcome.pool, engine.pool, welcome.moves_units),
     )
 

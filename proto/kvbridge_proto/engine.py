@@ -19,6 +19,7 @@ from .common import (
     AttachmentName,
     Blocks,
     Code,
+    Prefixes,
     Ranks,
     Reasons,
     RendezvousId,
@@ -61,7 +62,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     my stream has finished. Without it every Offer and Want is about work that is already finished.
 
     `policy` says what happens to rows that come under other scales than mine: they are requantized to mine, or I am
-    asked (Adopt) to take the sender's.
+    asked (Adopt) to take the sender's. With `takes_kept` I want to hear what others keep (KeptBy).
     """
 
     versions: VersionRange
@@ -69,6 +70,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
     fence_fd: Annotated[int, Meta(ge=0, lt=1024)] | None = None
     policy: Literal["requantize", "adopt"] = "requantize"
+    takes_kept: bool = False
 
 
 class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
@@ -89,6 +91,9 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 
     `first_token` and `tokens` count tokens of the request, the same on all ranks of an engine. `blocks` are this rank's
     (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
+
+    With `prefixes` these are the KV of a prompt and its answer, kept for a request that goes on from there. The agents
+    that the agent fetches from are told (Keeps in peer.py), if their engines want to hear it.
     """
 
     number: Number
@@ -102,6 +107,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     fence: Count = 0
     first_token: Count = 0
     traceparent: Traceparent = ""
+    prefixes: Prefixes = ()
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -346,6 +352,17 @@ class ReleasedAll(Struct, frozen=True, kw_only=True, tag="released_all"):
     offers: Count
 
 
+class KeptBy(Struct, frozen=True, kw_only=True, tag="kept_by"):
+    """The agent `sender` offers the tokens of these prefixes under this id, for one want; without any: no longer.
+
+    Prefix i are a request's first (i + 1) * PREFIX_TOKENS tokens. Only to an engine that `takes_kept`.
+    """
+
+    sender: Address
+    rendezvous: RendezvousId
+    prefixes: Prefixes = ()
+
+
 class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
     """A sender has these scales for your planes. Answered by Rescale of the same revision, or by Decline."""
 
@@ -385,6 +402,7 @@ ToEngine = (
     | Rescaled
     | NewEpoch
     | ReleasedAll
+    | KeptBy
     | Adopt
     | Status
     | PoolStatus

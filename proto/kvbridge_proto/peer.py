@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .common import AgentCard, Blocks, Code, Incarnation, Ranks, Reasons, RendezvousId, Seconds, VersionRange
+from .common import AgentCard, Blocks, Code, Incarnation, Prefixes, Ranks, Reasons, RendezvousId, Seconds, VersionRange
 from .door import Ticket
 from .pool import Bytes, Count, Name, PartName, Pool, Positive
 
@@ -111,7 +111,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot. `machine` is
     as in Hello. `namespaces` are the inode numbers of my PID and my IPC namespace, if I can read them: who has neither
     in common with me, and is not written by `direct`, knows that I write through its fabric only. `process` is mine:
-    who shares my PID namespace can see its end, after which I write nothing. `moves_units` is as in Hello.
+    who shares my PID namespace can see its end, after which I write nothing. `moves_units` is as in Hello. With
+    `takes_kept` my engine wants to hear what yours keeps (Keeps).
     """
 
     version: int
@@ -129,6 +130,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     namespaces: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
     process: ProcessCard | None = None
     moves_units: bool = False
+    takes_kept: bool = False
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -301,6 +303,16 @@ class Hold(Struct, frozen=True, kw_only=True, tag="hold"):
     rendezvous_ids: Annotated[tuple[RendezvousId, ...], Meta(min_length=1, max_length=MAX_HOLD_RENDEZVOUS)]
 
 
+class Keeps(Struct, frozen=True, kw_only=True, tag="keeps"):
+    """Receiver to sender: my engine keeps the KV of these prefixes under this id; without any: no longer.
+
+    It is for the prefill of a request that goes on from there: my agent is then the sender. See KeptBy in engine.py.
+    """
+
+    rendezvous: RendezvousId
+    prefixes: Prefixes = ()
+
+
 class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
     """Receiver to sender: every chunk of this transfer landed and was taken over; on the route `pull`, all was read."""
 
@@ -331,7 +343,7 @@ RouteToReceiver = BlockTables | Checked | Ready
 RouteToSender = Grant | Renew | Check | Settled
 # What is said without a session, so without an agreed version: read whatever version its envelope names.
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
-OfReceiver = Claim | Cancel | Hold | RouteToSender  # what a receiver says in a session, and a sender below
+OfReceiver = Claim | Cancel | Hold | Keeps | RouteToSender  # what a receiver says in a session, and a sender below
 OfSender = Refuse | Drained | Failing | RouteToReceiver
 Body = Hello | OfReceiver | Welcome | OfSender | Ping | Pong | Goodbye
 

@@ -30,6 +30,7 @@ from kvbridge_proto.engine import (
     Expect,
     Failed,
     Held,
+    KeptBy,
     Offer,
     Refused,
     Released,
@@ -93,7 +94,7 @@ class _Open:
     is_outdated: bool = False
 
 
-Heard = Ended | Adopt | Rescaled
+Heard = Ended | Adopt | Rescaled | KeptBy
 
 
 class Conversation:
@@ -111,6 +112,7 @@ class Conversation:
         log: logging.Logger,
         *,
         policy: Literal["requantize", "adopt"] = "requantize",
+        takes_kept: bool = False,
         fence_of: Callable[[torch.device], EngineFence | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,7 +131,14 @@ class Conversation:
         handles, self._fds = export_all(memory.storages)
         fds = [*self._fds] if self._fence is None else [*self._fds, self._fence.fd]
         fence_fd = None if self._fence is None else len(fds) - 1
-        attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
+        attach = Attach(
+            versions=OURS,
+            pool=memory.pool,
+            handles=handles,
+            fence_fd=fence_fd,
+            policy=policy,
+            takes_kept=takes_kept,
+        )
         self._link = AgentLink(client, attach, fds, log, clock, self._first)
 
     def __repr__(self) -> str:
@@ -372,7 +381,7 @@ class Conversation:
             case Held(numbers=held):
                 for number in held:
                     self._hold(number)
-            case Adopt() | Rescaled():
+            case Adopt() | Rescaled() | KeptBy():
                 self._ended.append(message)
             case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
                 # Nothing may be planned under the scales that the agent still goes by.

@@ -7,7 +7,6 @@ Runs with vLLM 0.26 to 0.33 (`versions.py`); options are in `options.VLLMOptions
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,10 +111,10 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
-        return self.scheduler.finished(request, block_ids)
+        return self.scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
-        return self.scheduler.finished(request, chain.from_iterable(block_ids))
+        return self.scheduler.finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         """Of vLLM's own reset we know already (`hooks.py`); this one may be asked for alone."""

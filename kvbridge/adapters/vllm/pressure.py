@@ -7,7 +7,7 @@ While other requests wait for blocks, agents are asked to release the oldest pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,11 @@ class KeptBlocks:
 
     def hold(self, request_id: str, ids: Iterable[int]) -> None:
         self._of[request_id] = tuple(ids)
+
+    def would_exceed(self, share: float, tables: Iterable[Sequence[int]]) -> bool:
+        """Whether more than this share of all blocks would be kept, with those of one more request."""
+        blocks = sum(map(len, self._of.values())) + sum(map(len, tables))
+        return self._pool is None or blocks > share * self._pool.num_gpu_blocks
 
     def free(self, request_id: str) -> None:
         self._of.pop(request_id, None)

@@ -141,11 +141,28 @@ def prompt_digest(request: Any) -> str:
     for feature in request.mm_features or ():
         where = feature.mm_position
         digest.add("media", feature.modality, feature.identifier, where.offset, where.length)
+    _add_variant(digest, request)
+    return digest.text()
+
+
+def prefixes(request: Any, end: int) -> tuple[bytes, ...]:
+    """Digests of what this request and others may have in common, up to token `end`; none if nothing identifies that.
+
+    Images and the like are left out: tokens of one may see each other, so a prefix that ends there has other KV.
+    """
+    if request.mm_features or why_not_carried(request):
+        return ()
+    digest = PromptDigest(())
+    _add_variant(digest, request)
+    return digest.prefixes(request.all_token_ids[:end])
+
+
+def _add_variant(digest: PromptDigest, request: Any) -> None:
+    """Add what makes the KV of equal tokens differ."""
     if request.lora_request is not None:
         digest.add_adapter(request.lora_request.lora_name, request.lora_request.lora_path)
     if request.cache_salt:
         digest.add("salt", request.cache_salt)
-    return digest.text()
 
 
 def _told(told: str, request_id: str) -> tuple[Named, str]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import lcm
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvbridge_proto.common import Rank
+from kvbridge_proto.common import PREFIX_TOKENS, Rank
 from kvbridge_proto.engine import (
     Abandon,
     Computed,
@@ -37,6 +40,7 @@ from vllm.v1.request import RequestStatus
 from ...errors import EngineError
 from ...oneline import OneLine, shown
 from ..engine.conversation import COMPUTING_S, numbers
+from ..engine.kept import KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
@@ -51,6 +55,7 @@ from .rendezvous import (
     is_rendezvous,
     message_name,
     offered_rendezvous,
+    prefixes,
     prompt_digest,
     prompt_rendezvous,
     wanted_rendezvous,
@@ -89,6 +94,10 @@ LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
 KNOWN_S = 1.0
 GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and the link attaches without a step
 ROLL_CALL_S = 1.0  # how long a request waits for a new report
+# An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
+KEPT_KNOWN_S = 0.005
+KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than computing it
+KEPT_SHARE = 0.5  # of the blocks: at most so many are kept for others to fetch when an answer ends
 SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
@@ -117,6 +126,7 @@ class PromptOffered:
     tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    is_looked_up: bool = False  # whether others keep its beginning
 
     @property
     def is_whole(self) -> bool:
@@ -128,11 +138,12 @@ class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends.
 
     `want` is an empty one: it declines the prompt. `leader` is another request that fetched the same prompt: this one
-    has waited for it, and shares the blocks that came.
+    has waited for it, and shares the blocks that came. `kept_tokens`: only so many are kept, of an earlier turn.
     """
 
     want: Want
     prompt_tokens: int
+    kept_tokens: int = 0
     first_token: int = 0
     leader: str = ""
     is_shared: bool = False
@@ -176,12 +187,15 @@ class SchedulerSide:
         self._has_agents = False  # all ranks do: if one has none, we neither offer nor want
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
+        self._kept = KeptPrefixes()
+        self._has_heard_kept = False
         self._came: list[str] = []  # since the last step
         # Requests whose prompt will be computed here: its tokens, and why.
         self._unfetched: dict[str, tuple[int, str]] = {}
         self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
+        self._whole_tokens = lcm(*(group.block_tokens for group in self._tables.groups))
         # With several draft modules, rows of the last tokens come from guesses; windows begin where one token is left.
         ahead = getattr(config, "num_prefill_lookahead_tokens", 0)
         self._last_tokens = 1 if self._tables.has_windows else max(1, ahead)
@@ -210,6 +224,8 @@ class SchedulerSide:
         before, self._agents = self._agents, self._agents | changed
         is_all = len(self._agents) == self._tp_size * self._pp_size
         self._has_agents = is_all and all(agent.address for agent in self._agents.values())
+        if self._agents != before:
+            self._kept.clear()  # a new agent is told again
         if self._agents == before or not self._has_agents:
             return
         ranks = (
@@ -271,7 +287,8 @@ class SchedulerSide:
         for request_id, receiving in self._receiving.items():
             reason = "the weights have changed"
             self._step.before.append(Abandon(number=receiving.want.number, reason=reason))
-            self._unfetched[request_id] = receiving.prompt_tokens, "other_weights"
+            if not receiving.kept_tokens:
+                self._unfetched[request_id] = receiving.prompt_tokens, "other_weights"
         self._receiving.clear()
         for sending in self._sending.values():
             sending.weights = UNNAMED if sending.tables else weights
@@ -495,7 +512,8 @@ class SchedulerSide:
         to which no worker ever spoke.
         """
         now = self._clock()
-        if self._asked_at is None and now - self._known_at > (KNOWN_S if self._has_agents else GONE_KNOWN_S):
+        known_s = KEPT_KNOWN_S if self._has_heard_kept else KNOWN_S
+        if self._asked_at is None and now - self._known_at > (known_s if self._has_agents else GONE_KNOWN_S):
             self._asked_at, self._step.is_roll_call = now, True
         if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
             self._asked_at, self._known_at = None, now
@@ -513,15 +531,40 @@ class SchedulerSide:
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
             return None, False
         if receiving is None:
+            receiving = self._look_up(request)
+        if receiving is None:
             return 0, False
         receiving.first_token = computed
         if not self._has_agents:
             return 0, False
         count = request.num_prompt_tokens - self._last_tokens - computed
+        if receiving.kept_tokens:
+            is_there = receiving.want.rendezvous in self._kept
+            count = min(count, receiving.kept_tokens - computed) if is_there else 0
+            return (count, True) if count >= PREFIX_TOKENS else (0, False)
         if self._is_led(receiving):
             return None, False
         receiving.is_shared = bool(receiving.leader) and count < self._block_tokens
         return (count, True) if count > 0 and not receiving.is_shared else (0, False)
+
+    def _look_up(self, request: Request) -> PromptWanted | None:
+        """What another engine keeps of a prompt that we are to offer: an earlier turn of its conversation."""
+        sending = self._sending.get(request.request_id)
+        if not self._kept or sending is None or sending.is_looked_up or self._weights == UNNAMED:
+            return None
+        sending.is_looked_up = True
+        if request.skip_reading_prefix_cache:
+            return None
+        found = self._kept.find(prefixes(request, request.num_prompt_tokens - self._last_tokens))
+        if found is None:
+            return None
+        want = self._nothing_of(request, found.rendezvous, Remote(found.rendezvous, found.sender), is_offered=True)
+        want = replace(want, deadline_s=min(want.deadline_s, KEPT_DEADLINE_S))
+        # vLLM takes every block of a fetch for whole.
+        whole = found.tokens - found.tokens % self._whole_tokens
+        receiving = PromptWanted(want, request.num_prompt_tokens, kept_tokens=whole)
+        self._receiving[request.request_id] = receiving
+        return receiving
 
     def _is_led(self, receiving: PromptWanted) -> bool:
         """Whether another request fetches this prompt now. What was offered before is there for one want only.
@@ -546,6 +589,10 @@ class SchedulerSide:
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         want = receiving.want
+        if receiving.kept_tokens and external_tokens == 0:  # our own prefix cache has most of it
+            return self._step.before.append(Abandon(number=want.number, reason="not needed"))
+        if receiving.kept_tokens:
+            self._kept.gone(want.rendezvous)  # it serves one request
         if external_tokens == 0:
             self._step.before.append(want)
             if receiving.is_shared:
@@ -566,21 +613,25 @@ class SchedulerSide:
         """Report that it is computed here, once it begins (`_follow`)."""
         self._unfetched[request.request_id] = request.num_prompt_tokens, reason
 
-    def finished(self, request: Request, block_ids: Iterable[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything.
 
-        `block_ids` are the request's, those of groups that do not travel included.
+        `tables` are the request's, those of groups that do not travel included.
         """
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
-        if (receiving := self._receiving.pop(request_id, None)) is not None:
-            self._step.before.append(receiving.want)  # it never got blocks
+        if (receiving := self._receiving.pop(request_id, None)) is not None:  # it never got blocks
+            abandon = Abandon(number=receiving.want.number, reason="not needed")
+            self._step.before.append(abandon if receiving.kept_tokens else receiving.want)
         if (number := self._awaited.get(request_id)) is not None:
             self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
         if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
             self._offer_nothing(request, sending.rendezvous, request.status.name.lower())
+        if sending is None and (number := self._keep(request, tables)):
+            self._hold(request_id, number, tables)
+            return True, None
         if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):
             return False, None
         params = None  # without an offer they only say why: that the weights have no name
@@ -589,8 +640,7 @@ class SchedulerSide:
             params = self._params(sending)
         if not sending.number:
             return False, params
-        self._step.held[sending.number] = request_id
-        self.held.hold(request_id, block_ids)
+        self._hold(request_id, sending.number, tables)
         self.held.unpin(sending.number)
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
@@ -598,6 +648,42 @@ class SchedulerSide:
         elif self._is_paused:
             self._give_up_held()
         return True, params
+
+    def _hold(self, request_id: str, number: int, tables: Sequence[Sequence[int]]) -> None:
+        self._step.held[number] = request_id
+        self.held.hold(request_id, chain.from_iterable(tables))
+
+    def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> int:
+        """Offer an answer's KV for the next turn of its conversation. Returns the offer's number, 0 if it is not kept.
+
+        Not without the KV of the last token, nor of those before it for which a draft's rows are guesses. Windows and
+        states are those of the answer's end, which a next turn that goes on from earlier has no use for.
+        """
+        params = request.kv_transfer_params
+        was_wanted = isinstance(params, dict) and "do_remote_prefill" in params and not params.get("do_remote_decode")
+        if not (self._options.return_s and (was_wanted or self._wants_all) and request.status in PREFILLED):
+            return 0
+        is_full = not (self._tables.has_windows or self._tables.has_states)
+        if not (is_full and self._has_agents and self._weights != UNNAMED) or self._is_paused:
+            return 0
+        tokens = request.num_tokens - 1 - (self._last_tokens - 1)
+        found = prefixes(request, tokens)
+        if not found or self.held.would_exceed(KEPT_SHARE, tables):
+            return 0
+        ours = transfer_tables(self._cache, tables)
+        blocks = self._tables.offered(ours, [0] * len(ours), tokens, None)
+        offer = Offer(
+            number=next(self._numbers),
+            rendezvous=f"kept-{uuid.uuid4().hex}",
+            request=message_name(request.request_id),
+            tokens=tokens,
+            blocks=blocks,
+            is_last=True,
+            hold_s=self._options.return_s,
+            prefixes=found,
+        )
+        self._step.before.append(offer)
+        return offer.number
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
         first = self._agents.get((0, 0), AgentAddress())
@@ -760,6 +846,9 @@ class SchedulerSide:
         if isinstance(said, AgentAddresses):
             self._has_workers = True
             self._agents_are(said.addresses)
+            for kept in said.kept:
+                self._has_heard_kept = True
+                self._kept.heard(kept)
             if len(said.addresses) == self._tp_size * self._pp_size:
                 self._asked_at, self._known_at = None, self._clock()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbridge_proto.engine import ToAgent
+from kvbridge_proto.engine import KeptBy, ToAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -45,10 +45,11 @@ class AgentAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class AgentAddresses(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler: the agents that came, moved or went, by rank."""
+    """Workers to the scheduler: the agents that came, moved or went, by rank; and what is kept elsewhere."""
 
     addresses: dict[RankKey, AgentAddress]
+    kept: tuple[KeptBy, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> AgentAddresses:
         assert isinstance(other, AgentAddresses)
-        return AgentAddresses(self.addresses | other.addresses)
+        return AgentAddresses(self.addresses | other.addresses, self.kept + other.kept)

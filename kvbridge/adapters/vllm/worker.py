@@ -22,6 +22,7 @@ from kvbridge_proto.engine import (
     Adopt,
     Attached,
     Computed,
+    KeptBy,
     Offer,
     Rescaled,
     Want,
@@ -115,6 +116,7 @@ class WorkerSide:
         self._abandoned: set[int] = set()  # open wants of requests that are gone
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
+        self._kept: list[KeptBy] = []  # that the scheduler has still to hear of
 
     # Start-up:
 
@@ -151,8 +153,17 @@ class WorkerSide:
             allow_unwatched=self._options.allow_unwatched,
             pidfd_of=self._pidfd_of,
         )
+        transfer = self._config.kv_transfer_config
+        # What is kept elsewhere only saves time: a request must not fail because it is gone.
+        recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
         conversation = self._conversation = Conversation(
-            client, memory, log, policy=self._options.scales, fence_of=self._fence_of, clock=self._clock
+            client,
+            memory,
+            log,
+            policy=self._options.scales,
+            takes_kept=recomputes and self._key == (0, 0),
+            fence_of=self._fence_of,
+            clock=self._clock,
         )
         conversation.start(self._options.connect_s)
         # Of ranks that differ only in prefill context parallelism vLLM asks one; all of them report in the first step.
@@ -163,12 +174,17 @@ class WorkerSide:
         return _agent_of(self._attached)
 
     def changed_address(self) -> AgentAddresses | None:
-        """Where our agent is, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
-        attached = self._conversation.attached
+        """News of our agent for the scheduler: where it is, if that has changed or is asked for, and what is kept."""
+        attached, kept = self._conversation.attached, tuple(self._kept)
         if attached is self._attached and not self._is_asked:
-            return None
+            if not kept:
+                return None
+            addresses = {}
+        else:
+            addresses = {self._key: _agent_of(attached)}
+        self._kept.clear()
         self._is_asked, self._attached = False, attached
-        return AgentAddresses({self._key: _agent_of(attached)})
+        return AgentAddresses(addresses, kept)
 
     def close(self) -> None:
         if hasattr(self, "_conversation"):  # vLLM may end before it has memory
@@ -262,6 +278,8 @@ class WorkerSide:
                     self._conversation.send(answer)
                 case Rescaled():
                     self._scales.is_taking = False
+                case KeptBy():
+                    self._kept.append(heard)
 
     def _want_ended(self, ended: Ended) -> None:
         number, name = ended.number, ended.request

@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_struct
 
 from kvbridge.agent.doors import Doors
 from kvbridge.agent.journal import Journal
+from kvbridge.agent.kept import KeptAnswers
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import IncomingPeers, Peers
@@ -170,7 +171,8 @@ class Whole(Player):
         outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)
         told: Any = self  # as CurrentEngine
         self.receiver = ReceiverRunner(self.receiving, outgoing, self, records[0], told, clock, Pidfds(clock))
-        self.sender = SenderRunner(self.sending, incoming, self, records[1], told, clock)
+        kept = KeptAnswers(self.receiver.peers.tell_all, self.tell)
+        self.sender = SenderRunner(self.sending, incoming, self, records[1], told, clock, kept)
         self.peers = peers(self, self.receiver.peers, self.sender.peers, self, self.metrics)
         self.may_prove.set()
 

@@ -122,6 +122,7 @@ TO_ENGINE: tuple[Any, ...] = (
     engine.NewEpoch(epoch=5),
     engine.ReleasedAll(offers=3),
     engine.Adopt(revision=1, scales=SCALES),
+    engine.KeptBy(sender="tcp://10.0.0.2:7700", rendezvous="kept-1", prefixes=(bytes(range(20)),)),
     status.Status(
         agent=AGENT,
         state="serving",
@@ -276,6 +277,7 @@ BODIES: tuple[Any, ...] = (
     peer.Drained(transfer="2f6c1d"),
     peer.Failing(transfer="2f6c1d", code="write_failed", reason="the peer disconnected"),
     peer.Hold(rendezvous_ids=("cmpl-1", "cmpl-2")),
+    peer.Keeps(rendezvous="kept-1", prefixes=(bytes(range(20)),)),
     peer.Settled(transfer="2f6c1d"),
     peer.Ping(number=7),
     peer.Pong(number=7),

@@ -1,0 +1,64 @@
+"""Which prefixes of prompts other engines keep, of conversations that they have answered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbridge_proto.common import PREFIX_TOKENS
+from kvbridge_proto.engine import KeptBy
+
+MOST_ANSWERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """The first `tokens` tokens of a request can be fetched from `sender`, once, under this id."""
+
+    rendezvous: str
+    sender: str
+    tokens: int
+
+
+class KeptPrefixes:
+    """An answer is found by its longest prefix that a prompt begins with."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, KeptBy] = {}  # by rendezvous id, oldest first
+        self._with: dict[tuple[int, bytes], dict[str, None]] = {}  # the same ids, by length and digest of each prefix
+
+    def __bool__(self) -> bool:
+        return bool(self._answers)
+
+    def __contains__(self, rendezvous: str) -> bool:
+        return rendezvous in self._answers
+
+    def heard(self, kept: KeptBy) -> None:
+        self.gone(kept.rendezvous)
+        if not kept.prefixes:
+            return
+        if len(self._answers) >= MOST_ANSWERS:
+            self.gone(next(iter(self._answers)))
+        self._answers[kept.rendezvous] = kept
+        for prefix in enumerate(kept.prefixes, 1):
+            self._with.setdefault(prefix, {})[kept.rendezvous] = None
+
+    def gone(self, rendezvous: str) -> None:
+        """It was fetched, or is kept no longer."""
+        if (kept := self._answers.pop(rendezvous, None)) is not None:
+            for prefix in enumerate(kept.prefixes, 1):
+                del self._with[prefix][rendezvous]
+                if not self._with[prefix]:
+                    del self._with[prefix]
+
+    def clear(self) -> None:
+        self._answers.clear()
+        self._with.clear()
+
+    def find(self, prefixes: Sequence[bytes]) -> KeptPrefix | None:
+        """The longest of these prefixes of a prompt that is kept; by several: by the one that was heard of last."""
+        for count in range(len(prefixes), 0, -1):
+            if ids := self._with.get((count, prefixes[count - 1])):
+                rendezvous = next(reversed(ids))
+                return KeptPrefix(rendezvous, self._answers[rendezvous].sender, count * PREFIX_TOKENS)
+        return None

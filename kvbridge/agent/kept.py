@@ -1,0 +1,66 @@
+"""Answers whose KV their engines keep for the next turn: ours, and those of which other agents have told us.
+
+Our engine's are told to every agent that we fetch from, whose engine prefills the next turn: on the link that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbridge_proto import engine, peer
+
+from ..exchange.session import Session
+
+MOST_KEPT = 1024  # of our engine, and of each other agent; the oldest are forgotten, and end by themselves
+
+
+class KeptAnswers:
+    """`tell_senders` reaches all agents that we fetch from, `tell_engine` our engine."""
+
+    def __init__(
+        self, tell_senders: Callable[[peer.Keeps], None], tell_engine: Callable[[engine.KeptBy], None]
+    ) -> None:
+        self._tell_senders = tell_senders
+        self._tell_engine = tell_engine
+        self._ours: dict[int, peer.Keeps] = {}  # by the number of the offer, oldest first
+        self._theirs: dict[str, dict[str, str]] = {}  # by incarnation: the address of its agent, by rendezvous id
+
+    def offered(self, offer: engine.Offer) -> None:
+        """Our engine keeps an answer."""
+        if len(self._ours) >= MOST_KEPT:
+            self.released(next(iter(self._ours)))
+        kept = self._ours[offer.number] = peer.Keeps(rendezvous=offer.rendezvous, prefixes=offer.prefixes)
+        self._tell_senders(kept)
+
+    def released(self, number: int) -> None:
+        """This offer has ended, if it is one of these."""
+        if (kept := self._ours.pop(number, None)) is not None:
+            self._tell_senders(peer.Keeps(rendezvous=kept.rendezvous))
+
+    def ours(self) -> list[peer.Keeps]:
+        """What an agent has to hear that we begin to fetch from."""
+        return list(self._ours.values())
+
+    def clear(self) -> None:
+        """Our engine has left, and with it all sessions."""
+        self._ours.clear()
+
+    def heard(self, session: Session, kept: peer.Keeps) -> None:
+        """Another agent's engine keeps an answer, or no longer."""
+        theirs, address = self._theirs.setdefault(session.peer.incarnation, {}), session.peer.address
+        if kept.prefixes:
+            if len(theirs) >= MOST_KEPT:
+                self._gone(theirs, next(iter(theirs)))
+            theirs[kept.rendezvous] = address
+            self._tell_engine(engine.KeptBy(sender=address, rendezvous=kept.rendezvous, prefixes=kept.prefixes))
+        elif kept.rendezvous in theirs:
+            self._gone(theirs, kept.rendezvous)
+
+    def lost(self, incarnation: str) -> None:
+        """That agent's session has ended: it cannot be asked as fast as a prompt is computed."""
+        theirs = self._theirs.pop(incarnation, {})
+        for rendezvous in list(theirs):
+            self._gone(theirs, rendezvous)
+
+    def _gone(self, theirs: dict[str, str], rendezvous: str) -> None:
+        self._tell_engine(engine.KeptBy(sender=theirs.pop(rendezvous), rendezvous=rendezvous))

@@ -1,0 +1,337 @@
+"""vLLM's real scheduler with the connector: an answer's KV is kept, and the next turn's prefill fetches it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from kvbridge_proto.common import PREFIX_TOKENS
+from kvbridge_proto.engine import (
+    Abandon,
+    Computed,
+    Done,
+    Expect,
+    Failed,
+    KeptBy,
+    Offer,
+    Reclaim,
+    Released,
+    Want,
+    Withdraw,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from kvbridge.adapters.engine.prompts import PromptDigest
+from tests.integration.adapters.fake_agent import FakeAgent
+from tests.integration.adapters.world import BLOCK, World
+
+pytestmark = pytest.mark.vllm
+KEEPS = {"kvbridge_return_s": 60.0}
+THEIRS = "tcp://10.0.0.2:7700"
+
+
+@pytest.fixture
+def keeping(hooks: str, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=hooks, extra=KEEPS).ready()
+
+
+def answered(world: World, tokens: int = 200, answer: int = 4, **more: Any) -> Any:
+    """A request of the decode side that came by the bridge, up to the end of its answer."""
+    request = world.decode(tokens, max_tokens=answer, **more)
+    world.steps(2)
+    if wants := world.agent.take(Want):
+        world.agent.say(Done(number=wants[0].number, request="r", moved_bytes=1, seconds=0.1))
+    for _ in range(answer + 4):
+        world.step()
+    world.agent.pump()
+    return request
+
+
+def kept_of(tokens: list[int], name: str = "kept-1", sender: str = THEIRS) -> KeptBy:
+    return KeptBy(sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens))
+
+
+# Decode:
+
+
+def test_an_answer_is_offered_with_its_prompt_and_its_blocks_stay(keeping: World) -> None:
+    agent = keeping.agent
+    request = answered(keeping, 200, answer=70)
+    offer = agent.one(Offer)
+    tokens = list(request.all_token_ids)
+    assert len(tokens) == 270
+    assert (offer.tokens, offer.is_last, offer.is_more, offer.hold_s) == (269, True, False, 60.0)  # the last has no KV
+    assert offer.prefixes == PromptDigest(()).prefixes(tokens[:269]) and len(offer.prefixes) == 4
+    assert [(piece.group, piece.first, len(piece.ids)) for piece in offer.blocks] == [(0, 0, 17)]
+    assert keeping.connector.scheduler.held
+    assert keeping.free_blocks < keeping.cache.num_blocks - 1
+    agent.say(Released(number=offer.number, request="r"))
+    keeping.finish()
+
+
+def test_two_answers_are_kept_under_different_names(keeping: World) -> None:
+    for _ in range(2):
+        answered(keeping)
+    first, second = keeping.agent.take(Offer)
+    assert first.rendezvous != second.rendezvous and first.number != second.number
+    for offer in (first, second):
+        keeping.agent.say(Released(number=offer.number, request="r"))
+    keeping.finish()
+
+
+def test_without_the_option_nothing_is_kept(world: World, agent: FakeAgent) -> None:
+    answered(world)
+    assert not agent.take(Offer)
+    world.finish()
+
+
+def test_what_came_by_no_bridge_is_not_kept(keeping: World) -> None:
+    keeping.request(200, max_tokens=3)
+    keeping.run()
+    assert not keeping.agent.take(Offer)
+
+
+@pytest.mark.parametrize("end", ["aborted", "short", "paused", "salted"])
+def test_which_answers_are_kept(keeping: World, end: str) -> None:
+    if end == "aborted":
+        request = keeping.decode(200, max_tokens=50)
+        keeping.steps(2)
+        want = keeping.agent.one(Want)
+        keeping.agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+        keeping.steps(4)
+        keeping.abort(request)
+        keeping.steps(2)
+    elif end == "short":
+        answered(keeping, 40)
+    elif end == "paused":
+        keeping.connector.scheduler.pauses()
+        answered(keeping)
+    else:
+        request = answered(keeping, kv={"cache_salt": "mine"})
+        offer = keeping.agent.one(Offer)
+        assert offer.prefixes[0] != PromptDigest(()).prefixes(list(request.all_token_ids))[0]
+        keeping.agent.say(Released(number=offer.number, request="r"))
+    assert not keeping.agent.take(Offer)
+    keeping.finish()
+
+
+def test_no_more_than_half_of_the_blocks_is_kept(hooks: str, tmp_path: Path) -> None:
+    keeping = World(tmp_path, hooks=hooks, blocks=60, extra=KEEPS).ready()
+    answered(keeping, 200)  # 13 blocks each
+    answered(keeping, 200)
+    answered(keeping, 200)
+    offers = keeping.agent.take(Offer)
+    assert len(offers) == 2
+    for offer in offers:
+        keeping.agent.say(Released(number=offer.number, request="r"))
+    keeping.finish()
+
+
+def test_other_requests_get_the_blocks_of_what_is_kept(hooks: str, tmp_path: Path) -> None:
+    keeping = World(tmp_path, hooks=hooks, blocks=40, caching=False, extra=KEEPS).ready()
+    answered(keeping, 200)
+    offer = keeping.agent.one(Offer)
+    keeping.request(500, max_tokens=1)  # 32 blocks of 26 that are free
+    keeping.clock.now += 1
+    keeping.steps(9)
+    assert keeping.agent.take(Reclaim)
+    keeping.agent.say(Released(number=offer.number, request="r", code="reclaimed"))
+    keeping.finish()
+
+
+def test_windows_are_not_kept(hooks: str, tmp_path: Path) -> None:
+    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64)
+    keeping = World(tmp_path, hooks=hooks, specs=(full, window), extra=KEEPS).ready()
+    answered(keeping)
+    assert not keeping.agent.take(Offer)
+    keeping.finish()
+
+
+# Prefill:
+
+
+def hear(world: World, kept: KeptBy) -> None:
+    world.agents[0].say(kept)
+    world.step()
+
+
+def turns(world: World, before: int = 150, more: int = 80) -> tuple[list[int], list[int]]:
+    """The tokens of a turn with its answer, and the prompt of the next."""
+    said = [5000 + i for i in range(before)]
+    return said, said + [9000 + i for i in range(more)]
+
+
+def test_the_next_turns_prefill_fetches_what_is_kept_and_offers_the_whole(world: World, agent: FakeAgent) -> None:
+    assert agent.attaches[0].takes_kept
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    request = world.prefill(prompt=prompt)
+    world.steps(3)
+    want = agent.one(Want)
+    assert (want.sender, want.rendezvous, want.is_offered) == (THEIRS, "kept-1", True)
+    assert (want.first_token, want.end_token) == (0, 128)  # two prefixes of 64
+    assert [(piece.first, len(piece.ids)) for piece in want.blocks] == [(0, 8)]
+    assert not agent.take(Offer)
+    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    world.steps(4)
+    offers = agent.take(Offer)
+    assert offers[0].tokens == 128 + 64 and offers[-1].is_last and offers[-1].tokens == 230  # 64 tokens a step
+    ids = [block for offer in offers for piece in offer.blocks for block in piece.ids]
+    assert len(ids) == len(set(ids)) == 15 and tuple(ids[:8]) == want.blocks[0].ids
+    agent.say(Released(number=offers[-1].number, request="r"))
+    world.finish()
+    assert request.num_prompt_tokens == 230
+
+
+def test_if_it_does_not_come_the_prompt_is_computed(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    world.prefill(prompt=prompt)
+    world.steps(3)
+    want = agent.one(Want)
+    assert want.deadline_s <= 5
+    agent.say(Failed(number=want.number, request="r", code="unknown_offer", reason="it is gone"))
+    world.steps(6)
+    offers = agent.take(Offer)
+    assert offers[0].tokens == 64 and offers[-1].is_last
+    assert agent.one(Computed).tokens == 128
+    agent.say(Released(number=offers[-1].number, request="r"))
+    world.finish()
+
+
+def test_each_answer_serves_one_prompt(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    first, second = world.prefill(prompt=prompt), world.prefill(prompt=[*prompt, 1, 2, 3])
+    world.steps(3)
+    (want,) = agent.take(Want)
+    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    world.steps(12)
+    for offer in [each for each in agent.take(Offer) if each.is_last]:
+        agent.say(Released(number=offer.number, request="r"))
+    world.finish()
+    assert first.num_prompt_tokens + 3 == second.num_prompt_tokens
+
+
+@pytest.mark.parametrize("why", ["gone", "other tokens", "salt", "cached", "short", "logprobs", "no weights"])
+def test_what_is_not_fetched(world: World, agent: FakeAgent, why: str) -> None:
+    said, prompt = turns(world)
+    more: dict[str, Any] = {}
+    if why == "cached":
+        world.request(prompt=prompt, max_tokens=1)
+        world.run()
+    hear(world, kept_of(said[:40] if why == "short" else said))
+    if why == "gone":
+        hear(world, KeptBy(sender=THEIRS, rendezvous="kept-1"))
+    elif why == "other tokens":
+        prompt = [1, *prompt[1:]]
+    elif why == "salt":
+        more["kv"] = {"cache_salt": "theirs"}
+    elif why == "logprobs":
+        more["prompt_logprobs"] = 1
+    elif why == "no weights":
+        world.connector.scheduler.cache_is_reset()
+    world.prefill(prompt=prompt, **more)
+    world.steps(8)
+    assert not agent.take(Want)
+    for offer in [each for each in agent.take(Offer) if each.is_last]:
+        agent.say(Released(number=offer.number, request="r"))
+    world.step()
+    world.finish()
+    if why == "cached":  # nothing was taken: it is there for a prompt that needs it
+        assert agent.take(Abandon) and "kept-1" in world.connector.scheduler._kept
+
+
+def test_an_engine_at_rest_asks_what_it_was_told_meanwhile(world: World, agent: FakeAgent) -> None:
+    """An agent's word is read in steps, and an idle engine makes none."""
+    said, prompt = turns(world)
+    hear(world, kept_of([1] * 64, "other"))
+    world.clock.now += 0.02
+    agent.say(kept_of(said))
+    world.prefill(prompt=prompt)
+    world.steps(3)
+    want = agent.one(Want)
+    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    world.steps(4)
+    agent.say(Released(number=agent.take(Offer)[-1].number, request="r"))
+    world.finish()
+
+
+def test_a_prompt_that_queues_holds_what_is_kept(hooks: str, tmp_path: Path) -> None:
+    world = World(tmp_path, hooks=hooks, blocks=20, caching=False).ready()
+    agent = world.agent
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    running = world.request(200, max_tokens=20)
+    world.steps(4)
+    queued = world.prefill(prompt=prompt)
+    world.steps(2)
+    expected = agent.one(Expect)
+    assert (expected.rendezvous, expected.sender) == ("kept-1", THEIRS)
+    agent.is_answering_withdrawals = True
+    world.abort(queued)
+    world.abort(running)
+    world.steps(2)  # until the agent has answered the withdrawal
+    world.finish()
+    assert expected.number in {each.number for each in agent.take(Abandon)} and not agent.take(Want)
+
+
+def test_a_new_agent_tells_again(world: World, agent: FakeAgent) -> None:
+    said, _ = turns(world)
+    hear(world, kept_of(said))
+    agent.let_go()
+    for _ in range(3):
+        world.step()
+        world.clock.now += 1
+    assert not world.connector.scheduler._kept
+    world.finish()
+
+
+def test_an_engine_that_may_fail_its_requests_wants_to_hear_nothing(hooks: str, tmp_path: Path) -> None:
+    world = World(tmp_path, hooks=hooks, on_failure="fail").ready()
+    assert not world.agent.attaches[0].takes_kept
+
+
+def test_only_the_first_rank_hears(hooks: str, tmp_path: Path) -> None:
+    world = World(tmp_path, hooks=hooks, tp=2).ready()
+    assert [agent.attaches[0].takes_kept for agent in world.agents] == [True, False]
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    world.prefill(prompt=prompt)
+    world.steps(3)
+    wants = [agent.one(Want) for agent in world.agents]
+    assert wants[0].common == wants[1].common and {each.end_token for each in wants} == {128}
+    for agent, want in zip(world.agents, wants, strict=True):
+        agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    world.steps(4)
+    for agent in world.agents:
+        agent.say(Released(number=agent.take(Offer)[-1].number, request="r"))
+    world.finish()
+
+
+def test_a_preempted_prompt_computes_what_it_had_fetched(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    request = world.prefill(prompt=prompt)
+    world.steps(3)
+    want = agent.one(Want)
+    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    world.steps(2)
+    agent.is_answering_withdrawals = True
+    with agent.alive():
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        world.steps(8)
+    assert request.num_prompt_tokens == 230
+    for offer in [each for each in agent.take(Offer) if each.is_last]:
+        agent.say(Released(number=offer.number, request="r"))
+    agent.take(Withdraw)
+    world.finish()
+
+
+assert PREFIX_TOKENS % BLOCK == 0

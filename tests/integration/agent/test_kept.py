@@ -1,0 +1,107 @@
+"""Real agents: an engine keeps an answer, the agents that it fetches from hear so, and theirs fetches it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvbridge_proto.engine import Attached, KeptBy, Refused, Withdraw
+
+from kvbridge.loopback.messages import number_of
+from testing.agents import OracleEngine
+from testing.oracle import Shape, fill, mismatch
+from testing.pairs import Bench, Benches
+
+PREFIXES = (b"a" * 20, b"b" * 20)  # of 64 and 128 tokens
+SHAPES = (Shape("nhd", blocks=24), Shape("hnd", block_tokens=32, blocks=16))
+
+
+class Hearing(OracleEngine):
+    """Wants to hear what others keep."""
+
+    def attach(self, **changes: Any) -> Attached | Refused:
+        return super().attach(**{"takes_kept": True} | changes)
+
+
+@pytest.fixture
+def bench(bench_of: Benches) -> Bench:
+    found = bench_of(*SHAPES, engine=Hearing)
+    found.works()
+    return found
+
+
+def keep(bench: Bench, request: str = "answer", tokens: int = 130, **changes: Any) -> None:
+    table = list(range(1, 1 + -(-tokens // 32)))
+    bench.receiver.offer(request, table, tokens, **{"prefixes": PREFIXES} | changes)
+
+
+def heard(engine: OracleEngine) -> KeptBy:
+    kept: KeptBy = engine.told(KeptBy)
+    return kept
+
+
+@pytest.mark.parametrize("route", ["pull", "nixl"])
+def test_an_answer_goes_back_to_the_engine_that_prefilled_it(route: str, bench_of: Benches) -> None:
+    bench = bench_of(*SHAPES, engine=Hearing, routes=f"{route},host")
+    bench.works()
+    sender, receiver = bench.sender, bench.receiver
+    table, blocks = [1, 2, 3, 4, 5], list(range(10, 19))
+    fill(receiver.held, table, range(130))
+    keep(bench)
+    kept = heard(sender)
+    assert (kept.rendezvous, kept.prefixes) == ("answer", PREFIXES)
+    assert kept.sender == receiver.agent.address
+    before = sender.held.copy()
+    sender.want("turn", kept.sender, blocks, range(16, 128), rendezvous="answer", is_offered=True)
+    sender.done("turn")
+    assert receiver.released("answer").code == ""
+    assert not (wrong := mismatch(sender.held, before, blocks, range(16, 128), range(128, 144))), wrong
+    assert heard(sender) == KeptBy(sender=kept.sender, rendezvous="answer")  # it serves one request
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "held no longer", "its engine leaves", "its agent ends"])
+def test_what_is_kept_no_longer_is_told(bench: Bench, end: str) -> None:
+    keep(bench, hold_s=0.5 if end == "held no longer" else 60.0)
+    assert heard(bench.sender).prefixes
+    if end == "withdrawn":
+        bench.receiver.client.send(Withdraw(number=number_of("answer")))
+    elif end == "its engine leaves":
+        bench.receiver.detach()
+    elif end == "its agent ends":
+        bench.receiver.agent.kill()
+    gone = heard(bench.sender)
+    assert (gone.rendezvous, gone.prefixes) == ("answer", ())
+
+
+def test_a_new_session_is_told_of_all_that_is_kept(bench: Bench) -> None:
+    keep(bench)
+    heard(bench.sender)
+    bench.sender.detach()
+    engine = Hearing(bench.sender.agent, bench.senders[0].held)
+    engine.attach()
+    bench.senders[:] = [engine]
+    bench.works("again")  # the receiver's agent opens a new session
+    assert heard(engine).rendezvous == "answer"
+    engine.close()
+
+
+def test_only_what_names_prefixes_is_told_and_only_to_who_wants_to_hear(bench_of: Benches) -> None:
+    bench = bench_of(*SHAPES)  # engines that do not
+    bench.works()
+    keep(bench)
+    bench.works()
+    assert not [each for each in bench.sender.heard if isinstance(each, KeptBy)]
+
+
+def test_an_offer_without_prefixes_is_not_told(bench: Bench) -> None:
+    keep(bench, "one", prefixes=())
+    keep(bench, "two")
+    assert heard(bench.sender).rendezvous == "two"
+
+
+def test_what_is_claimed_too_late_fails_at_once(bench: Bench) -> None:
+    keep(bench, hold_s=0.3)
+    kept = heard(bench.sender)
+    assert bench.receiver.released("answer").code == "offer_expired"
+    bench.sender.want("late", kept.sender, [10, 11, 12, 13], range(64), rendezvous="answer", is_offered=True)
+    assert bench.sender.failed("late", "offer_expired")
