@@ -125,6 +125,7 @@ class Engines:
         )
         self._metrics.attached(model_key(pool), traits(pool))
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=site.shares_memory))
+        self._peers.incoming.engine_came()
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
         for is_sender in (True, False):  # most peers will be alike; kernels for others are compiled when they come

@@ -100,14 +100,17 @@ class Meetings:
     _stamps: dict[Path, object] = field(default_factory=dict, init=False)
     _found: dict[ServiceName, tuple[float, list[str]]] = field(default_factory=dict, init=False)
     _epoch: int = field(default=0, init=False)
+    _changes: int = field(default=-1, init=False)  # of sessions, at the last turn
     _looked_at: float = field(default=float("-inf"), init=False)
     _complaints: dict[object, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._receiver.peers.on_end, self._receiver.peers.on_engine = self._ended, self._engine_came
 
     async def serve(self) -> None:
         """Meet until cancelled. Returns at once if nobody is to be met."""
         if not self.entries:
             return
-        self._receiver.peers.on_end = self._ended
         names = Names()
         while True:
             if (now := self._clock()) - self._looked_at >= LOOK_S:
@@ -124,7 +127,7 @@ class Meetings:
         return sum(each.is_met is is_met for each in list(self.known.values()) if not each.is_ours)
 
     def turn(self, now: float) -> None:
-        """Try those that are due, a few at once."""
+        """Try those that are due, a few at once. Those that are met are looked at again when a session has changed."""
         if (engine := self._engine()) is None:
             return
         if engine.epoch != self._epoch:
@@ -133,10 +136,13 @@ class Meetings:
                 meeting.reset()
         dialled = self._receiver.peers.sessions.values()
         room = AT_ONCE - sum(each.state is not SessionState.OPEN for each in dialled)
+        changes = self._receiver.receiving.session_changes
+        has_changed, self._changes = changes != self._changes, changes
         for address, meeting in list(self.known.items()):
             if meeting.is_ours:
                 continue
-            meeting.is_met = all(map(self._receiver.is_met, self._names(address)))
+            if has_changed or not meeting.is_met:
+                meeting.is_met = all(map(self._receiver.is_met, self._names(address)))
             if meeting.is_met and now >= meeting.at + STEADY_S:
                 meeting.reset()
             if not meeting.is_met and now >= meeting.at and room > 0:
@@ -164,6 +170,11 @@ class Meetings:
             if code != meeting.code:
                 log.warning("not met: peer=%s code=%s %s", address, code, reason)
             meeting.code = code
+
+    def _engine_came(self, address: str) -> None:
+        """The agent there had no engine, and has one now: its next attempt is due."""
+        if (meeting := self.known.get(address)) is not None:
+            meeting.reset()
 
     def _entries(self) -> list[str | ServiceName]:
         listed = [self._listed.get(each, []) if isinstance(each, Path) else [each] for each in self.entries]

@@ -108,7 +108,8 @@ class OutgoingPeers:
     _connect_s: float
     _clock: Callable[[], float]
     _open_door: Callable[[Session, Ticket, Link, Ended], Awaitable[Rate | None]]
-    on_end: Callable[[str, str, str], None] | None = None  # hears of addresses as `receiver.unreachable` does
+    on_end: Callable[[str, str, str], None] = lambda *_: None  # hears of addresses as `receiver.unreachable` does
+    on_engine: Callable[[str], None] = lambda _: None  # hears that an agent that refused us for lack of one has it now
     kept: Callable[[], Iterable[Keeps]] = tuple  # what our engine keeps, which every new sender is told
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
@@ -262,7 +263,7 @@ class OutgoingPeers:
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
             self._receiver.from_sender(sender, link.key, body)  # Drained is of use after the session, too
         if (dialled := self._of(link)) is None:
-            return
+            return self.on_engine(address) if isinstance(body, Goodbye) else None
         match body:
             case Goodbye():
                 self._end(address, "peer_left", body.reason)
@@ -414,8 +415,7 @@ class OutgoingPeers:
         self._sort_out()
 
     def _unreachable(self, address: str, code: str, reason: str) -> None:
-        if self.on_end is not None:
-            self.on_end(address, code, reason)
+        self.on_end(address, code, reason)
         self._receiver.unreachable(address, code, reason)
 
     def _say_goodbye(self, link: Link, reason: str) -> None:

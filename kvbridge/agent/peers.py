@@ -48,7 +48,8 @@ log = logging.getLogger("kvbridge.peers")
 WARN_REJECTED_S = 60.0
 # Limits of the status message (status.py of the protocol). Differences may not fit.
 MOST_VERDICT, MOST_ROUTE = 4096, 2048
-LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # an honest agent may cause these often
+# An honest agent may cause these often.
+LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG, "no_engine": logging.DEBUG}
 MOST_HELLOS = PROBE_LANES  # Hellos answered at once, each with its own proof
 # A proof takes a few milliseconds, and simultaneous proofs slow each other down. So the next one begins when the one
 # before has ended, or after this time: a peer that never answers delays nobody longer.
@@ -233,6 +234,7 @@ class IncomingPeers:
     sessions: dict[str, IncomingPeer] = field(default_factory=dict, init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _of_incarnation: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
+    _without_engine: dict[Link, None] = field(default_factory=dict, init=False)  # refused for lack of one
     # The Hello being answered; None after its Goodbye.
     _hellos_by: dict[Link, Hello | None] = field(default_factory=dict, init=False)
 
@@ -289,7 +291,13 @@ class IncomingPeers:
         """
         return (bool(cancel.incarnation) or sender not in self.sessions) and self._sender.renounce(sender, cancel)
 
+    def engine_came(self) -> None:
+        """Tell those that were refused for lack of an engine. They need not find out by trying."""
+        while self._without_engine:
+            self._without_engine.popitem()[0].send(Goodbye(reason="an engine is attached now: say Hello again"))
+
     def lose(self, link: Link, reason: str) -> None:
+        self._without_engine.pop(link, None)
         for incarnation in [incarnation for incarnation, accepted in self.sessions.items() if accepted.link is link]:
             self._end(incarnation, reason, is_lost=True)
 
@@ -325,8 +333,11 @@ class IncomingPeers:
         session = answer(hello, engine)
         if isinstance(session, Refuse) or engine is None:
             assert isinstance(session, Refuse)
-            log.warning("refused a peer: peer=%s code=%s %s", hello.agent.name, session.code, session.reasons)
+            level = LEVELS.get(session.code, logging.WARNING)
+            log.log(level, "refused a peer: peer=%s code=%s %s", hello.agent.name, session.code, session.reasons)
             self._metrics.refused(session.code)
+            if session.code == "no_engine":
+                self._without_engine[link] = None
             self._say_no(link, session)
             return
         known = self.sessions.get(incarnation := session.peer.incarnation)

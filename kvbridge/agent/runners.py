@@ -209,12 +209,12 @@ class ReceiverRunner(Runner):
         self.do(self.receiving.opened(address, session, self._clock()))
 
     def meet(self, address: str) -> None:
-        """Open what sessions are missing with the engine of the agent at `address`."""
-        self.do(self.receiving.meet(canonical(address)))
+        """Open what sessions are missing with the engine of the agent at `address`, which is canonical."""
+        self.do(self.receiving.meet(address))
 
     def is_met(self, address: str) -> bool:
-        """Whether a want would find all its sessions with the engine of the agent at `address` open."""
-        return not self.receiving.meet(canonical(address))
+        """Whether a want would find all its sessions with the engine of the agent at `address`, canonical, open."""
+        return not self.receiving.meet(address)
 
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""

@@ -257,9 +257,9 @@ class DataPlane:
             except (Exception, DeviceLost) as error:  # the thread ends with it
                 self._failure = error
             self._begun_here = set(self._moving)
-            is_looking = bool(self._moving) and not (self._fenced or self._failure)  # it looks at no fence or lease
-            is_looking = is_looking and self._clock() < self._looking_until
-            is_left = bool(self._moving or self._fenced or self._failure)
+            has_waits = bool(self._fenced or self._failure)  # it looks at no fence or lease
+            is_looking = bool(self._moving) and not has_waits and self._clock() < self._looking_until
+            is_left = bool(self._moving) or has_waits
         finally:
             self._turn.release()
         if is_looking:

@@ -60,14 +60,8 @@ def rdma(subject: Subject, root: Path = Path("/")) -> Finding:
     if (limit := _lock_limit(root)) is not None:
         remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1, or the capability IPC_LOCK"
         return warning(f"{text}: may lock {limit >> 10} KiB only; registering slots fails beyond", remedy)
-    return _near(subject, root, text, taken, there)
-
-
-def _near(subject: Subject, root: Path, text: str, taken: list[RdmaPort], there: list[RdmaPort]) -> Finding:
     gpu = chosen_gpu(subject.config.device)
-    if gpu is None:
-        return ok(text)
-    return near(root, gpu.pci_address, text, taken, there)
+    return ok(text) if gpu is None else near(root, gpu.pci_address, text, taken, there)
 
 
 def near(root: Path, address: str, text: str, taken: list[RdmaPort], there: list[RdmaPort]) -> Finding:

@@ -393,6 +393,11 @@ class Receiver:
             return [Reach(address) for address in missing]
         return [] if self._senders.is_whole(sender) else [Ask(sender)]
 
+    @property
+    def session_changes(self) -> int:
+        """How often a session has opened or ended. What `meet` says changes with it only."""
+        return self._senders.changes
+
     def _advance_all(self, now: float) -> list[Action]:
         return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
 

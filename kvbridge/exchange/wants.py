@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Adopt, Expect, Failed, Refused, Scales, Want
@@ -145,15 +145,20 @@ class SenderSessions:
 
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
+        self.changes = 0  # so far
         self._whole: dict[str, Mapping[str, Session]] = {}  # by sender: what `whole` has found
 
     def enter(self, address: str, session: Session) -> None:
         if self.open.get(address) is not session:
             self.open[address] = session
-            self._whole.clear()
+            self._changed()
 
     def leave(self, address: str) -> None:
         self.open.pop(address, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.changes += 1
         self._whole.clear()
 
     def whole(self, sender: str) -> Mapping[str, Session] | None:
@@ -198,25 +203,32 @@ class SenderSessions:
         return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
 
 
+class AssignedRows(NamedTuple):
+    """What each of a sender's ranks gives, in the order of their sessions, and how layers are filled that none has."""
+
+    takes: Takes
+    filling: Filling | None
+    has_other_scores: bool  # there they are in the other form
+
+
 class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
     def __init__(self) -> None:
-        self._assigned: dict[str, tuple[Mapping[str, Session], Pool, Takes, Filling | None, bool]] = {}
+        self._assigned: dict[str, tuple[Mapping[str, Session], Pool, AssignedRows]] = {}
         self._fillings: dict[tuple[int, ...], tuple[Pool, Filling]] = {}  # by layers: the last of each, for all senders
 
-    def takes(self, sender: str, sessions: Mapping[str, Session], pool: Pool) -> tuple[Takes, Filling | None, bool]:
-        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`, and what none has.
+    def takes(self, sender: str, sessions: Mapping[str, Session], pool: Pool) -> AssignedRows:
+        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`.
 
-        And whether scores are in the other form there.
         Raises PeerError unless they are all the ranks of one engine and hold every row that a sender must have.
         """
         known = self._assigned.get(sender)
         if known is None or known[0] is not sessions or known[1] is not pool:
             pools = _pools(sessions)
-            known = sessions, pool, assign(pools, pool), self._filling(pools, pool), has_other_scores(pools, pool)
-            self._assigned[sender] = known
-        return known[2:]
+            rows = AssignedRows(assign(pools, pool), self._filling(pools, pool), has_other_scores(pools, pool))
+            known = self._assigned[sender] = sessions, pool, rows
+        return known[2]
 
     def _filling(self, senders: Sequence[Pool], pool: Pool) -> Filling | None:
         """How the layers that none of these senders has are filled, None if there are none."""

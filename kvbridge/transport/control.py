@@ -82,6 +82,7 @@ class Control:
         self._door: AuthDoor | None = None
         self._probe_at: float | None = None
         self._probed_at = 0.0
+        self._was_full = False
         self._is_closed = False
         self._pipes: set[Connection[Envelope, Envelope]] = set()
         self._pipe_tasks: set[asyncio.Task[None]] = set()
@@ -481,7 +482,11 @@ class Control:
         self._serve_router()
         away_s = now - self._ticked_at
         self._ticked_at = now
+        has_room = self._was_full and not self._is_full  # sockets that were not read meanwhile will not signal
+        self._was_full = self._is_full
         for link in self.links:
+            if now < link.look_at and not link.outbox and not has_room and away_s <= AWAY_S:
+                continue
             if link.is_dialled:
                 self._serve(link)
             elif link.outbox:
@@ -492,10 +497,21 @@ class Control:
                 link.made_at += away_s
             if not link.is_lost:
                 self._judge(link, now)
+                link.look_at = self._next_look(link)
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at, self._probed_at = None, now
             for link in list(self._accepted.values()):
                 self.send(link, Ping(number=0))
+
+    def _next_look(self, link: Link) -> float:
+        """When a link that rests is to be pinged or may be lost: most ticks look at few. Before it is up, at once."""
+        if not link.is_up:
+            return link.made_at
+        silence_s = self.settings.silence_s
+        ping_at = link.pinged_at + self._ping_s
+        if not link.is_dialled:
+            ping_at = max(ping_at, link.heard_at + silence_s / 2)
+        return min(ping_at, link.heard_at + silence_s)
 
     def _judge(self, link: Link, now: float) -> None:
         settings = self.settings

@@ -87,6 +87,7 @@ class Link(Numbered):
         self.made_at = now
         self.heard_at = now
         self.pinged_at = now
+        self.look_at = now  # when something is due, at the earliest
         self._carrier = carrier
 
     def __repr__(self) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Done
+from kvbridge_proto.peer import Goodbye, Hello, Refuse
 
 from demo.processes import free_port
-from kvbridge.agent.meeting import ServiceName, read_entry, read_list
+from kvbridge.agent.meeting import Meetings, ServiceName, read_entry, read_list
 from kvbridge.errors import OperatorError
 from testing.agents import AgentProcess, OracleEngine, agent, attached
 from testing.hosts import why_not
@@ -22,6 +23,8 @@ from testing.nursery import Place
 from testing.oracle import Shape, build_all, fill
 from testing.pairs import carry
 from testing.waiting import wait_for
+from tests.integration.agent.player import Player, Whole, Wire, hello_from
+from tests.unit.exchange.world import World
 
 NAME = "prefill.example"
 Start = Callable[..., OracleEngine]
@@ -54,6 +57,43 @@ def handshakes(agent: AgentProcess) -> dict[str, float]:
 
 def meets(receiver: OracleEngine, *addresses: str) -> None:
     wait_for(lambda: sorted(met(receiver.agent)) == sorted(addresses), why=receiver.agent.text)
+
+
+async def test_whoever_was_refused_for_lack_of_an_engine_comes_again_once_one_is_attached(world: World) -> None:
+    """Not only when its next attempt is due: an engine may take minutes to start."""
+    receiver = Whole(world.receivers[0].engine)
+    meetings = Meetings(["P0"], receiver.receiver, "own", lambda: receiver.engine, lambda: receiver.now)
+    meetings._note_addresses()
+    meetings.turn(0.0)
+    wire = receiver.wires["P0"]
+    sender, link = Player(world.senders[0].engine), Wire("D0", "", "D")
+    engine, sender.engine = sender.engine, None
+    while len(wire.said(Hello)) < 6:
+        await sender.takes(link, hello_from(world, "D"))
+        receiver.peers._on_message(wire, "P", link.last(Refuse))
+        while len(wire.said(Hello)) == len(link.said(Refuse)):
+            receiver.now += 0.25
+            meetings.turn(receiver.now)
+    receiver.peers._on_message(wire, "P", link.last(Refuse))
+    meetings.turn(receiver.now)
+    assert receiver.now > 4.0 and len(wire.said(Hello)) == 6 and not link.said(Goodbye)
+    sender.engine = engine
+    sender.peers.incoming.engine_came()
+    receiver.peers._on_message(wire, "P", link.last(Goodbye))
+    meetings.turn(receiver.now)
+    assert len(wire.said(Hello)) == 7
+    sender.peers.incoming.engine_came()
+    assert len(link.said(Goodbye)) == 1, "once"
+
+
+async def test_a_link_that_is_lost_is_not_told_of_an_engine(world: World) -> None:
+    sender, link = Player(world.senders[0].engine), Wire("D0", "", "D")
+    engine, sender.engine = sender.engine, None
+    await sender.takes(link, hello_from(world, "D"))
+    sender.peers.incoming.lose(link, "test")
+    sender.engine = engine
+    sender.peers.incoming.engine_came()
+    assert not link.said(Goodbye)
 
 
 def needs_no_handshake(sender: OracleEngine, receiver: OracleEngine, address: str = "") -> None:
