@@ -23,7 +23,7 @@ WAYS: tuple[Way, ...] = ("pull", "slots")
 
 
 def measure(
-    bench: Bench, *, seconds: float = 120.0, rate: float = 10.0, every_s: float = 1.0, size: int = 16
+    bench: Bench, *, seconds: float = 120.0, rate: float = 6.0, every_s: float = 1.0, size: int = 16
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for way in WAYS:
