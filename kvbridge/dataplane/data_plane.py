@@ -253,7 +253,7 @@ class DataPlane:
             try:
                 begin()
                 self._poll_moves(self._at_work)
-                self._flush_reports(self._loop.call_soon)
+                self._flush_reports(self._soon)
             except (Exception, DeviceLost) as error:  # the thread ends with it
                 self._failure = error
             self._begun_here = set(self._moving)
@@ -264,9 +264,13 @@ class DataPlane:
             self._turn.release()
         if is_looking:
             self.linger.keep_awake()
-            self._loop.call_soon(self._look)
+            self._soon(self._look)
         elif is_left:
             os.eventfd_write(self._wake, 1)
+
+    def _soon(self, call: Callable[..., object], *args: object) -> None:
+        """Call it on the loop after what waits there: another sender's answer, whose read is begun while ours runs."""
+        self._loop.call_soon(self._loop.call_soon, call, *args)
 
     async def open_peer(
         self,

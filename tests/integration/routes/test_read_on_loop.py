@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -124,6 +125,7 @@ async def test_it_is_begun_here_and_its_end_is_seen_here(copier: Threads, ears: 
         read(data_plane)
         assert copier.begun == [LOOP] and copier.looked == {LOOP} and not ears.ended, "it is told later"
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert ears.ended == ["t"]
 
 
@@ -136,6 +138,28 @@ async def test_two_of_rows_and_states_are_begun_here(copier: Threads, ears: Ears
         assert copier.begun == [LOOP] * 4
         copier.may_end = True
         await until(lambda: ears.ended == ["one", "two"])
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_message_that_waits_comes_before_the_end(copier: Threads, ears: Ears, is_over: bool) -> None:
+    """It may be another sender's answer. The end is seen at once, or looked for."""
+    async with serving(copier, ears) as data_plane:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            heard: list[tuple[bool, bool]] = []
+
+            def hear() -> None:
+                heard.append((bool(copier.looked), bool(ears.ended)))
+                asyncio.get_running_loop().remove_reader(ours)
+
+            asyncio.get_running_loop().add_reader(ours, hear)
+            theirs.send(b"answer")
+            copier.may_end = is_over
+            read(data_plane)
+            copier.looked.clear()
+            copier.may_end = True
+            await until(lambda: ears.ended == ["t"])
+            assert heard == [(False, False)]
 
 
 @pytest.mark.parametrize(
