@@ -44,6 +44,11 @@ class EngineFence:
             with self._gpu.current():
                 self._address = driver.host_register(self._host, mmap.PAGESIZE)
 
+    @property
+    def upcoming(self) -> int:
+        """What the next `mark` returns."""
+        return self._count + 1
+
     def mark(self) -> int:
         """The next count. The page reaches it once all work enqueued on torch's current stream has finished.
 

@@ -304,6 +304,11 @@ class Conversation:
         """
         return 0 if self._fence is None else self._fence.mark()
 
+    @property
+    def upcoming(self) -> int:
+        """What the next `mark` returns: for a message that may leave before the work it waits for is enqueued."""
+        return 0 if self._fence is None else self._fence.upcoming
+
     # From the agent:
 
     def turn(self) -> list[Heard]:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .hooks import install
+from .last_blocks import loaded_ids
 from .options import VLLMOptions
 from .scheduler import SchedulerSide
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -89,12 +90,10 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What need not be computed again, and of whose blocks vLLM need not clear the rest.
 
         Windows that vLLM computes again after a prefix hit come whole, and their kernels read listed rows only. Of
-        others: where groups have numbers of other kinds (beside states), its workers clear blocks that a request gets,
-        before we hear of the step: so before the agent writes there. After the last token a block may hold what was
-        another group's, of which a kernel for attention may make NaN.
+        groups of all tokens our worker clears what must be cleared (`last_blocks.py`). Of others vLLM's workers clear
+        blocks that a request gets before we hear of the step: so before the agent writes there.
         """
-        groups = enumerate(self._kv_cache_config.kv_cache_groups)
-        return tuple(number for number, group in groups if getattr(group.kv_cache_spec, "prefix_replay_tokens", 0))
+        return loaded_ids(self._kv_cache_config)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)

@@ -36,6 +36,15 @@ def transfer_tables(cache: KVCacheConfig, tables: Sequence[Sequence[int]]) -> li
     return [list(tables[index]) for index in transfer_ids(cache)]
 
 
+def clears_last_blocks(cache: KVCacheConfig) -> bool:
+    """Whether vLLM clears the blocks that requests get, and later those of a failed receive that it had left to us."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return bool(getattr(cache, "needs_kv_cache_zeroing", False)) and hasattr(
+        KVCacheManager, "record_blocks_for_zeroing"
+    )
+
+
 def check_groups(cache: KVCacheConfig) -> None:
     """Raises OperatorError if this version cannot report a failed receive for so many groups.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,11 +39,13 @@ from ..engine.conversation import Conversation, Ended, nothing_of
 from ..engine.memory import Memory
 from ..engine.names import model_name
 from ..engine.scores import Scores
+from .block_tables import GroupTables
+from .last_blocks import LastBlocks
 from .options import VLLMOptions
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
-from .versions import replica_of, shard_of
+from .versions import clears_last_blocks, replica_of, shard_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,6 +116,7 @@ class WorkerSide:
         self._attached: Attached | None = None  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[int] = set()  # open wants of requests that are gone
+        self._last_blocks: LastBlocks | None = None
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._kept: list[KeptBy] = []  # that the scheduler has still to hear of
@@ -146,6 +149,9 @@ class WorkerSide:
         if self._options.cross_layer and (count := len(memory.pool.regions)) > 1:
             log.warning("kvbridge_cross_layer: %d tensors still hold the layers; %s", count, ONE_TENSOR)
         self._scales, self._scores = LayerScales(memory.pool, layers or {}), memory.scores
+        if clears_last_blocks(self._cache):
+            tables = GroupTables.of(self._cache, self._config.parallel_config)
+            self._last_blocks = LastBlocks.of(memory, [group.block_tokens for group in tables.groups])
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(
             path,
@@ -208,7 +214,10 @@ class WorkerSide:
             self._send(conversation, step)
 
     def _send(self, conversation: Conversation, step: ConnectorStep) -> None:
-        fence = conversation.mark() if any(isinstance(each, Want) and each.blocks for each in step.before) else 0
+        wants = [each for each in step.before if isinstance(each, Want) and each.number in step.awaited]
+        fence = conversation.upcoming if wants else 0
+        if not fence:  # on a CPU
+            self._clear(wants)
         for message in step.before:
             if isinstance(message, Abandon) and conversation.is_open(message.number):
                 self._abandoned.add(message.number)
@@ -216,11 +225,20 @@ class WorkerSide:
                 self._want(replace(message, fence=fence), step.awaited[message.number])
             elif not isinstance(message, Weights):
                 conversation.send(message)
+        if fence:
+            self._clear(wants)
+            conversation.mark()
         # What is offered here has no blocks (`SchedulerSide._nothing`).
         unread = step.held.keys() | {each.number for each in step.before if isinstance(each, Offer)}
         preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in unread]
         if preempted:
             conversation.wait_for_readers(preempted)
+
+    def _clear(self, wants: Iterable[Want]) -> None:
+        """Enqueue what must be done with their blocks before the agent writes there."""
+        if self._last_blocks is not None:
+            for want in wants:
+                self._last_blocks.clear(want)
 
     def after_forward(self) -> None:
         """Offer what the forward writes, then settle which blocks the scheduler keeps. Idempotent within a step."""

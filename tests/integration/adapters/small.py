@@ -10,10 +10,12 @@ from kvbridge_proto.pool import Step
 from kvbridge.adapters.engine.memory import Memory
 from testing.pools import Held, Shape, describe
 
+BLOCKS = 512  # as many as any scheduler of the tests hands out
+
 
 def memory_of(rank: int = 0, tp: int = 1) -> Memory:
     """Hardly any, but real: it goes through shared memory. One K of one layer."""
-    shape = Shape("packed", layers=1, kv_heads=tp, tp_size=tp, key_width=4, value_width=4, blocks=8)
+    shape = Shape("packed", layers=1, kv_heads=tp, tp_size=tp, key_width=4, value_width=4, blocks=BLOCKS)
     pool = describe(shape, rank)
     return Memory(
         pool, tuple(torch.zeros(each.size_bytes, dtype=torch.uint8).untyped_storage() for each in pool.regions)

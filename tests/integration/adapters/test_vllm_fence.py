@@ -25,6 +25,10 @@ class Ordered:
         self.fence = EngineFence("cpu")
         self.fd = self.fence.fd
 
+    @property
+    def upcoming(self) -> int:
+        return self.fence.upcoming
+
     def mark(self) -> int:
         self.happened.append("mark")
         return self.fence.mark()

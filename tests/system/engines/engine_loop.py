@@ -184,6 +184,7 @@ class Loop:
             blocks=pool.num_gpu_blocks - 1,  # block 0 is never given out
             steps=self.steps,
             preempted=len(self.preempted),
+            block_tokens=max(each.kv_cache_spec.block_size for each in self.scheduler.kv_cache_config.kv_cache_groups),
             cpu_s=usage.ru_utime + usage.ru_stime,
         )
 

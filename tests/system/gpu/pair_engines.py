@@ -90,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
 MINIMAX = "m3"
-NEMOTRON, QWEN = "nemotron", "qwen"
+NEMOTRON, QWEN, QWEN35_MTP = "nemotron", "qwen", "qwen35-mtp"
 NEMOTRON_CYCLE, QWEN_CYCLE = "nemotron-cycle", "qwen-cycle"  # which go on with what drafts guess
 QWEN_DENSE = "qwen-dense"  # for SGLang, whose kernels for experts are not everywhere
 SGLANG_FLAGS = {
@@ -105,6 +105,7 @@ STATES: dict[str, Callable[[Path], Path]] = {
     QWEN: writer(GATED_MTP | WIDE),
     QWEN_CYCLE: writer(GATED_MTP | WIDE, faint=0.13),
     "qwen35": writer(QWEN35 | WIDE),
+    QWEN35_MTP: writer(QWEN35 | WIDE | {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}),
     "kimi": writer(KDA),
     "jamba": writer(MAMBA1),
     "lfm2": writer(SHORT_CONV),
@@ -158,6 +159,7 @@ class VLLM(Side):
     stages: tuple[int, ...] = ()  # of pipeline parallelism: how many layers each has
     is_split: bool = False  # its ranks split the tokens of latents by decode context parallelism
     conv_order: str = "DS"  # of convolutions' rows in states; NixlConnector takes no other
+    more: tuple[tuple[str, Any], ...] = ()  # any other engine arguments
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -464,6 +466,7 @@ class Engines:
                 more["additional_config"] = {"gdn_prefill_backend": "triton"}
             if self.is_cpu:
                 more["num_gpu_blocks_override"] = 128
+        more |= dict(side.more)
         if side.model == MINIMAX:
             environment |= _plugged(MINIMAX_PLUGIN)
         config = EngineConfig(

@@ -6,7 +6,7 @@
 
 Needs vLLM and no network; one GPU, or two for engines of two ranks. The models have a few layers and seeded weights.
 What is compared is as in `sparse_pairs`; beside the rows of attention, the states of all layers, byte for byte, by the
-tests' own reading of vLLM's layers. Four sets of pairs:
+tests' own reading of vLLM's layers. Five sets of pairs:
 
   times   Qwen3.5 and Qwen3-Next (Gated DeltaNet), Nemotron-H (Mamba 2): timed as in `sparse_pairs`, TP and PP. In
           "cached" pairs both sides have the prefix cache, and have most of the prompts whose tokens are compared.
@@ -16,6 +16,8 @@ tests' own reading of vLLM's layers. Four sets of pairs:
   drafts  engines that draft by MTP or n-grams, other numbers of tokens or on one side only. Not timed. Rows of a layer
           that only the decode side has are zeros. `drafted` is how many tokens were drafted and accepted there, in
           requests that came. Models of a "cycle" go on with tokens that come again, so most drafts are accepted
+  hits    Qwen3.5 with and without MTP drafts, whose prefix caches have most of what is asked for, computed in pieces of
+          1024 tokens: 1 and 2 tokens, around a block, 4000; then sixteen at once of a sender that preempts
   split   KDA beside latents whose tokens two ranks split by decode context parallelism, to and from one rank. Not
           timed; that rows are right only the tokens say
 """
@@ -23,6 +25,7 @@ tests' own reading of vLLM's layers. Four sets of pairs:
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
@@ -31,14 +34,25 @@ import numpy as np
 
 from demo.rows import SavedRows
 from tests.system.engines.drafts import repetitive
-from tests.system.engines.fleet import prompt
+from tests.system.engines.fleet import PREFILL, prompt
 from tests.system.engines.states import of_one_rank
-from tests.system.gpu.pair_drive import Pair
-from tests.system.gpu.pair_engines import NEMOTRON, NEMOTRON_CYCLE, QWEN, QWEN_CYCLE, VLLM, RunningVLLM
+from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, verdict
+from tests.system.gpu.pair_engines import (
+    ANSWER_S,
+    DECODED,
+    NEMOTRON,
+    NEMOTRON_CYCLE,
+    QWEN,
+    QWEN35_MTP,
+    QWEN_CYCLE,
+    VLLM,
+    RunningVLLM,
+)
 from tests.system.gpu.pair_run import Found, main
 from tests.system.gpu.sparse_pairs import SparseRun
 from tests.system.gpu.vllm_pairs import VLLMDrive
 
+AT_ONCE = 16
 SHORT = (2, 3, 4, 300)  # tokens; around the convolution's width
 STAGES = {"qwen35": (2, 2), QWEN: (2, 2), NEMOTRON: (4, 2)}  # the first of Gated DeltaNet has no attention
 BLOCK = {"kimi": 64, "ring": 64}  # tokens, as latents want them
@@ -82,6 +96,22 @@ def kind_pairs(gpus: int) -> list[Pair]:
         return VLLM(f"{model}-{side}", at, BLOCK.get(model, 32), model=model, backend="", conv_order=order)
 
     return [Pair(model, vllm(model, "p", (0,), "DS"), vllm(model, "d", far, "SD")) for model in KINDS]
+
+
+def hit_pairs(gpus: int) -> list[Pair]:
+    far = (0,) if gpus == 1 else (1,)
+    pieces = ("max_num_batched_tokens", 1024), ("max_num_seqs", AT_ONCE)
+    short = *pieces, ("num_gpu_blocks_override", 48), ("scheduler_reserve_full_isl", False)
+
+    def vllm(side: str, at: tuple[int, ...], drafts: tuple[str, int], more: tuple[tuple[str, Any], ...]) -> VLLM:
+        name = f"hits-{drafts[0]}{side}"
+        return VLLM(name, at, 32, model=QWEN35_MTP, backend="", has_prefixes=True, drafts=drafts, more=more)
+
+    pairs = {"qwen35-hits": (("", 0), ("", 0)), "qwen35-hits-mtp": (("mtp", 3), ("mtp", 2))}
+    return [
+        Pair(name, vllm("p", (0,), ours, short), vllm("d", far, theirs, pieces))
+        for name, (ours, theirs) in pairs.items()
+    ]
 
 
 def split_pairs() -> list[Pair]:
@@ -151,13 +181,57 @@ class StateDrive(VLLMDrive):
         return of_one_rank(where.engine.states(name, tokens, self.engines.folder / "states.npz"))
 
 
+class HitDrive(StateDrive):
+    """Of prompts that both sides have most of, so that nothing may travel."""
+
+    travelled = 0
+
+    def decode(self, tokens: list[int], amount: int) -> Came:
+        came = Drive.decode(self, tokens, amount)
+        self.travelled += bool(self.receiver.fetched(came.receiver_name))
+        return came
+
+    def alike(self, length: int) -> str:
+        """Tokens, as the engines go on alone: of prompts that they have computed, and with some tokens more."""
+        known = [prompt(length, seed=800 + each) for each in range(2)]
+        self.travelled = 0
+        said = [self.compare_with_alone(known)]
+        if length > 1:
+            longer = [tokens + prompt(each + 1, seed=820 + each) for each, tokens in enumerate(known)]
+            own = [self.receiver.voice(tokens) for tokens in longer]
+            said.append(self.compare(longer, TIE, own))
+        return f"{'; '.join(sorted(set(said)))} ({self.travelled} of {2 * len(said)} travelled)"
+
+    def at_once(self) -> str:
+        assert isinstance(self.sender, RunningVLLM) and isinstance(self.receiver, RunningVLLM)
+        prefill, decode = self.sender.engine, self.receiver.engine
+        prompts = [prompt(260 + 37 * each, seed=700 + each) for each in range(AT_ONCE)]
+        own = [self.receiver.voice(tokens) for tokens in prompts]
+        before = prefill.state()["preempted"]
+        names = [self.engines.name() for _ in prompts]
+        for name, tokens in zip(names, prompts, strict=True):
+            prefill.submit(name, tokens, 1, dict(PREFILL))
+        fetched, left = dict[int, str](), set(range(AT_ONCE))
+        end = time.monotonic() + ANSWER_S
+        while left and time.monotonic() < end:
+            for name, result in prefill.take(0.2).items():
+                left.discard(number := names.index(name))
+                fetched[number] = self.engines.name()
+                decode.submit(fetched[number], prompts[number], DECODED, result.params)
+        answers = decode.results(list(fetched.values()), ANSWER_S)
+        found = [list(answers[fetched[number]].tokens) for number in range(AT_ONCE)]
+        came = sum(bool(self.receiver.fetched(name)) for name in fetched.values())
+        preempted = prefill.state()["preempted"] - before
+        return f"{verdict(found, own, TIE, True)} ({came} of {AT_ONCE} travelled, {preempted} preempted)"
+
+
 class StateRun(SparseRun):
     engine = "state"
     server_gib = 4.0
 
     @staticmethod
     def more_options(parser: ArgumentParser) -> None:
-        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts,split")
+        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts,hits,split")
 
     def every(self) -> list[Pair]:
         gpus = 1 if self.chosen.cpu else self.gpus
@@ -165,12 +239,15 @@ class StateRun(SparseRun):
             "times": timed_pairs(gpus),
             "kinds": kind_pairs(gpus),
             "drafts": drafted_pairs(),
+            "hits": hit_pairs(gpus),
             "split": split_pairs(),
         }
         return [pair for name in self.chosen.sets.split(",") for pair in self.sets[name]]
 
     def show(self, pair: Pair, found: Found) -> None:
         drive = self.drive(pair)
+        if pair in self.sets["hits"]:
+            return self.show_hits(drive, found)
         is_timed = pair in self.sets["times"]
         lengths = SHORT if is_timed else (*SHORT, *self.chosen.lengths)
         for length in lengths:
@@ -184,6 +261,18 @@ class StateRun(SparseRun):
         if is_timed:
             super().show(pair, found)
 
+    def show_hits(self, drive: HitDrive, found: Found) -> None:
+        block = drive.receiver.held()["block_tokens"]
+        lengths = 1, 2, block - 1, block, block + 1, 4000
+        drive.row_tokens, found.kv_rows = lengths[1:], "NO"  # unless it returns
+        found.kv_rows = drive.compare_rows()
+        found.route = drive.receiver.route(drive.sender)
+        drive.drafted()
+        for length in lengths:
+            found.tokens[length] = drive.alike(length)
+        found.tokens[AT_ONCE] = f"at once: {drive.at_once()}"
+        found.drafted = drive.drafted()
+
     def compare(self, drive: Any, pair: Pair, found: Found, lengths: Sequence[int]) -> None:
         """Tokens of prompts of these lengths. Of those with drafts n-grams guess some."""
         several = range(self.chosen.prompts)
@@ -193,7 +282,7 @@ class StateRun(SparseRun):
             found.tokens[length] = self.compared(drive, prompts)
 
     def drive(self, pair: Pair) -> Any:
-        return StateDrive(pair, self.engines)
+        return (HitDrive if pair in self.sets["hits"] else StateDrive)(pair, self.engines)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,12 +97,12 @@ class VLLMDrive(Drive):
         came = super().decode(tokens, amount)
         if self.receiver.side.is_nixl:
             found = self.receiver.nixl_transfers()
-            transfer = {key: sum(each[key] for each in found) for key in ("ms", "bytes")} if found else {}
+            # One for each rank of the sender, side by side.
+            transfers: Sequence[tuple[float, float]] = [(each["bytes"], each["ms"]) for each in found]
         else:
-            mine = self.receiver.fetched(came.receiver_name)  # ranks receive side by side
-            transfer = {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
-        assert transfer, "the prompt did not travel, the decode engine computed it"
-        return came, transfer
+            transfers = self.receiver.fetched(came.receiver_name)  # ranks receive side by side
+        assert transfers, "the prompt did not travel, the decode engine computed it"
+        return came, {"ms": max(ms for _, ms in transfers), "bytes": sum(size for size, _ in transfers)}
 
     def decode(self, tokens: list[int], amount: int) -> Came:
         return self.came(tokens, amount)[0]
