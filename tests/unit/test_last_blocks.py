@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-def memory_of(layout: str) -> Memory:
+def memory_of(layout: str, device: str = "cpu") -> Memory:
     block, token, head, *begins = LAYOUTS[layout]
     codec = Codec(name="bf16", width=WIDTH // 2, element_bytes=2, row_bytes=WIDTH)
     planes = tuple(
@@ -50,7 +50,7 @@ def memory_of(layout: str) -> Memory:
         for part, begin in zip(("k", "v"), begins, strict=True)
     )
     size = 2 * BLOCKS * TOKENS * HEADS * WIDTH
-    storage = torch.full((size,), 255, dtype=torch.uint8).untyped_storage()
+    storage = torch.full((size,), 255, dtype=torch.uint8, device=device).untyped_storage()
     groups = (
         Group(kind="full", block_tokens=TOKENS, blocks=BLOCKS),
         Group(kind="state", block_tokens=TOKENS, blocks=BLOCKS),
@@ -69,9 +69,9 @@ def memory_of(layout: str) -> Memory:
     )
 
 
-def cleared(layout: str, first: int, end: int, *ids: int) -> set[int]:
+def cleared(layout: str, first: int, end: int, *ids: int, device: str = "cpu") -> set[int]:
     """The blocks of which all bytes are zeros. AssertionError if a block has some, or a group without rows is asked."""
-    memory = memory_of(layout)
+    memory = memory_of(layout, device)
     want = Want(
         number=1,
         request="r",
@@ -83,7 +83,7 @@ def cleared(layout: str, first: int, end: int, *ids: int) -> set[int]:
         deadline_s=1.0,
     )
     LastBlocks.of(memory, [TOKENS, TOKENS]).clear(want)
-    found = np.frombuffer(bytes(memory.storages[0]), np.uint8)  # type: ignore[call-overload]
+    found = torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storages[0]).cpu().numpy()
     block, token, head, *begins = LAYOUTS[layout]
     steps = np.add.outer(np.add.outer(np.arange(TOKENS) * token, np.arange(HEADS) * head), np.arange(WIDTH))
     rows = {number: [found[begin + number * block + steps] for begin in begins] for number in range(BLOCKS)}

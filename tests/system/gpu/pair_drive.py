@@ -120,9 +120,9 @@ class Drive:
         try:
             for length in self.row_tokens:
                 came = self.decode(prompt(length, seed=300 + length), 2)
-                given = self._rows(self.sender, "prefill", came, length)
                 # vLLM computes the row of the last token itself.
                 until = length - 1 if isinstance(self.receiver, RunningVLLM) else length
+                given = self._rows(self.sender, "prefill", came, until)
                 taken = self._rows(self.receiver, "decode", came, until)
                 assert self.pair.is_same_codec == (given.codec == taken.codec), f"{given.codec} to {taken.codec}"
                 self.assert_carried(given.first(until), taken, until)
