@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import get_args
@@ -20,7 +21,6 @@ from tests.unit.proto.codes import NO_CODES, used
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
 QUEUES = set(re.findall(r"^\| `(receiver|sender)` \| `(\w+)` \|", PAGE, re.MULTILINE))
-CODES = frozenset(used()) | {"other"}
 
 
 def registry() -> CollectorRegistry:
@@ -80,29 +80,32 @@ def _samples(served: dict[str, tuple[str, ...]], registry: CollectorRegistry) ->
     return found
 
 
-# By label, or by metric and label where metrics mean different things by it.
-VALUES: dict[str, frozenset[str]] = {
-    "role": frozenset(get_args(Role)),
-    "route": frozenset(get_args(Route)),
-    "conversion": frozenset(get_args(Conversion)),
-    "stage": frozenset(get_args(Stage)),
-    "awaits": frozenset(awaits for _, awaits in QUEUES),
-    "code": CODES,
-    "reason": CODES | CAUSES.keys(),
-    "kvbridge_offers_released_total code": CODES | NO_CODES,
-    "kvbridge_wants_total outcome": CODES | {"done"},
-    "kvbridge_handshakes_total outcome": CODES | {"open"},
-    "kvbridge_spans_total outcome": frozenset({"sent", "dropped"}),
-    "kvbridge_rebuilds_total replaced": frozenset(get_args(Replaced)),
-    "kvbridge_receive_slots state": frozenset(SlotCounts.__struct_fields__),
-    "kvbridge_send_slots state": frozenset(SlotCounts.__struct_fields__),
-    "kvbridge_sessions state": frozenset(state.name.lower() for state in STATES),
-    "kvbridge_memory_readers state": frozenset({"open", "overdue"}),
-    **{f"{name} role": frozenset(OfEngine) for name, labels in of_proxy().items() if "role" in labels},
-}
+@functools.cache  # not at import: to read all codes takes a second, and every worker of the tests imports this
+def known_values() -> dict[str, frozenset[str]]:
+    """By label, or by metric and label where metrics mean different things by it."""
+    codes = frozenset(used()) | {"other"}
+    return {
+        "role": frozenset(get_args(Role)),
+        "route": frozenset(get_args(Route)),
+        "conversion": frozenset(get_args(Conversion)),
+        "stage": frozenset(get_args(Stage)),
+        "awaits": frozenset(awaits for _, awaits in QUEUES),
+        "code": codes,
+        "reason": codes | CAUSES.keys(),
+        "kvbridge_offers_released_total code": codes | NO_CODES,
+        "kvbridge_wants_total outcome": codes | {"done"},
+        "kvbridge_handshakes_total outcome": codes | {"open"},
+        "kvbridge_spans_total outcome": frozenset({"sent", "dropped"}),
+        "kvbridge_rebuilds_total replaced": frozenset(get_args(Replaced)),
+        "kvbridge_receive_slots state": frozenset(SlotCounts.__struct_fields__),
+        "kvbridge_send_slots state": frozenset(SlotCounts.__struct_fields__),
+        "kvbridge_sessions state": frozenset(state.name.lower() for state in STATES),
+        "kvbridge_memory_readers state": frozenset({"open", "overdue"}),
+        **{f"{name} role": frozenset(OfEngine) for name, labels in of_proxy().items() if "role" in labels},
+    }
 
 
 def values(name: str, label: str) -> frozenset[str] | None:
     """What the label may be, or None if it may be anything."""
     is_proxy = name.startswith("kvbridge_proxy_")  # its labels are its own
-    return VALUES.get(f"{name} {label}", None if is_proxy else VALUES.get(label))
+    return known_values().get(f"{name} {label}", None if is_proxy else known_values().get(label))
