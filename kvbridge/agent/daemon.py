@@ -343,6 +343,11 @@ class Agent:
             ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", unclaimed),
             ("kvbridge_engine_attached", "1 while an engine is attached", lambda: self.current.engine is not None),
             ("kvbridge_data_plane_still_seconds", "Since the data thread last made a turn", self.still_s),
+            (
+                "kvbridge_kernels_compiling",
+                "Kernels being compiled or waiting for it",
+                lambda: self.data_plane.compiling,
+            ),
             ("kvbridge_rebuild_refused", "1 while slots cannot be replaced", lambda: bool(self.rebuilder.refused)),
         ):
             yield name, text, (), {(): value}

@@ -16,11 +16,11 @@ from kvbridge_proto.engine import Attach, Attached, Detached, NewEpoch, Refused,
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, PoolStatus
 
-from ..dataplane.attached import Attachment, CurrentEngine
+from ..dataplane.attached import AttachedMemory, Attachment, CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import StagingEndpoints
 from ..errors import EngineError, KVBridgeError
-from ..exchange.orders import Warm
+from ..exchange.orders import Warm, WarmPull
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine
 from ..failpoints import failpoint
@@ -127,9 +127,16 @@ class Engines:
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=site.shares_memory))
         self._peers.incoming.engine_came()
         failpoint("agent.attached")
-        twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
-        for is_sender in (True, False):  # most peers will be alike; kernels for others are compiled when they come
-            if parts := twin.samples(slot_bytes, is_sender):
+        self._compile_for_equals(pool, memory)
+
+    def _compile_for_equals(self, pool: Pool, memory: AttachedMemory) -> None:
+        """Begin to compile for equal pools, as most peers will have. Kernels for others wait for their session."""
+        twin, site = Planner(pool, pool), self._data_plane.site
+        theirs, ours = (twin.samples(site.fabric.slot_bytes, is_sender) for is_sender in (True, False))
+        if pairs := tuple(zip(theirs, ours, strict=False)):
+            if site.shares_memory:
+                self._data_plane.give(WarmPull(None, pairs, (True, False)), memory)
+            for parts in (theirs, ours):
                 self._data_plane.give(Warm(parts), memory)
 
     def rescale(self, connection: LocalConnection, message: Rescale, engine: AttachedEngine) -> None:

@@ -493,6 +493,11 @@ class DataPlane:
             self._send()  # after the tasks: one may have stopped a transfer
         return moved
 
+    @property
+    def compiling(self) -> int:
+        """How many kernels are being compiled or wait for it. Callable from any thread."""
+        return 0 if self._resources is None else self._resources.copier.compiling
+
     def _take_up(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None, asked_at: float) -> None:
         match order:
             case Pull():  # the first, as it is what small requests wait for

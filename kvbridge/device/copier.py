@@ -131,8 +131,13 @@ class BlockCopier(abc.ABC):
         return
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
-        """The same for `pull`."""
+        """The same for `pull`. `sender` may be our own pool, in the place of one that is equal."""
         return
+
+    @property
+    def compiling(self) -> int:
+        """How many kernels are being compiled or wait for it. Callable from any thread."""
+        return 0
 
     @abc.abstractmethod
     def copy(self, source: Span, target: Span) -> int:

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -246,7 +247,7 @@ class GpuBlockCopier(BlockCopier):
                 self._compile(placed, None, True)
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
-        with sender.hold() as sender_regions, pool.hold() as regions:
+        with sender.hold() as sender_regions, nullcontext(sender_regions) if sender is pool else pool.hold() as regions:
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             self._compile(self._templates.of(*sides, ours.chunk.size_bytes), None, has_digest)
 
@@ -259,6 +260,10 @@ class GpuBlockCopier(BlockCopier):
             warm(placed, work, slot, has_digest)
         except NotCompiled as missing:
             self._compiler.begin(missing.launches, work)
+
+    @property
+    def compiling(self) -> int:
+        return self._compiler.under_way
 
     def copy(self, source: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:
@@ -364,6 +369,10 @@ class Compiler:
                 begun = self._begun[launch.kernel] = self._thread.submit(prepare, launch, work)
             under_way.append(begun)
         return Compiling(lambda: all(each.done() for each in under_way))
+
+    @property
+    def under_way(self) -> int:
+        return sum(not begun.done() for begun in list(self._begun.values()))
 
     def call(self, compiles: Callable[[], None]) -> None:
         """Call `compiles` on the thread, without waiting. What it raises is lost."""

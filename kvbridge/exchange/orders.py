@@ -184,9 +184,12 @@ class Warm(Order):
 
 
 class WarmPull(Order):
-    """The same for pulls of (the sender's, our) parts, with a digest or without (`kinds`)."""
+    """The same for pulls of (the sender's, our) parts, with a digest or without (`kinds`).
 
-    memory_id: EngineMemoryId
+    `memory_id` names the sender's memory; None stands for an equal sender, of which nobody knows yet.
+    """
+
+    memory_id: EngineMemoryId | None
     pairs: Sequence[tuple[Part, Part]]
     kinds: Sequence[bool]
 

@@ -294,11 +294,12 @@ class PullRoute:
         self._send_orders.report(FenceReached())
 
     def warm(
-        self, attached: AttachedMemory, memory_id: EngineMemoryId, theirs: Part, ours: Part, has_digest: bool
+        self, attached: AttachedMemory, memory_id: EngineMemoryId | None, theirs: Part, ours: Part, has_digest: bool
     ) -> None:
         """Begin to compile for parts like these, unless the peer's memory is closed already."""
-        if (opened := self._peers.get(memory_id)) is not None:
-            self._resources.copier.warm_pull(opened[0], theirs, attached.memory, ours, has_digest)
+        sender, *_ = (attached.memory,) if memory_id is None else self._peers.get(memory_id, (None,))
+        if sender is not None:
+            self._resources.copier.warm_pull(sender, theirs, attached.memory, ours, has_digest)
 
 
 def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:

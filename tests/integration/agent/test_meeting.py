@@ -236,3 +236,15 @@ def test_entries_are_addresses_names_and_files() -> None:
 def test_another_entry_is_refused_with_what_is_needed(entry: str) -> None:
     with pytest.raises(OperatorError, match=r"meet: got .*, need tcp://HOST:PORT, dns://NAME:PORT or file:///PATH"):
         read_entry(entry)
+
+
+def test_kernels_are_compiled_for_equal_pools_at_attach_and_for_others_as_they_are_met(start: Start) -> None:
+    """Before any request."""
+    sender = start("p", Shape("nhd"))
+    receiver = start("d", Shape("hnd"), module="tests.integration.agent.warming_agent")
+    warmed = lambda own, digest: f"warm pull: own={own} digest={digest}" in receiver.agent.text()  # noqa: E731
+    wait_for(lambda: warmed(True, True) and warmed(True, False), why=receiver.agent.text)
+    assert not warmed(False, True) and not receiver.agent.status.peers
+    again = start("d2", Shape("hnd"), module="tests.integration.agent.warming_agent", meet=sender.agent.address)
+    wait_for(lambda: "own=False digest=True" in again.agent.text(), why=again.agent.text)
+    wait_for(lambda: "own=False digest=False" in again.agent.text(), why=again.agent.text)

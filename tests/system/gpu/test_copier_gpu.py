@@ -131,6 +131,7 @@ def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         with pytest.raises(Compiling) as compiling:
             copier.scatter(receiver, other, far, "sum64", 0)
+        assert copier.compiling
         began = time.perf_counter()
         while not compiling.value.is_over():
             at = time.perf_counter()
