@@ -64,17 +64,27 @@ class Placed(NamedTuple):
 
     def pairs(self) -> Iterator[Pair]:
         """The pairs of segments with these places."""
-        prepared = self.prepared
-        of = {
-            id(old): new
-            for memory, lists in zip(prepared.memories, self.places, strict=True)
-            for old, new in zip(memory.places, lists, strict=True)
-        }
-        for source, target in prepared.pairs:
+        of = self._places
+        for source, target in self.prepared.pairs:
             yield Pair(
                 source and replace(source, places=of[id(source.places)]),
                 target and replace(target, places=of[id(target.places)]),
             )
+
+    def in_memory(self) -> Iterator[tuple[Segment, Places]]:
+        """The segments of a move with a slot, beside their places in this chunk."""
+        of = self._places
+        for segment in self.segments:
+            yield segment, of[id(segment.places)]
+
+    @property
+    def _places(self) -> dict[int, Places]:
+        """These places by those that the move was prepared with."""
+        return {
+            id(old): new
+            for memory, lists in zip(self.prepared.memories, self.places, strict=True)
+            for old, new in zip(memory.places, lists, strict=True)
+        }
 
 
 class Prepared:

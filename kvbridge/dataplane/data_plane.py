@@ -101,7 +101,7 @@ LINGER_ON_GPU_S = 0.03
 MOST_CHUNKS_HERE = 2
 MOST_READS_HERE = 2
 LOOKING_S = 1e-3  # in which the loop looks for the end of what it has begun; then the thread is woken to do so
-GATHERING_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
+GATHERING_S = 1e-4  # a large gather takes longer to begin, and what has been gathered leaves only at the next poll
 NOTICE = Limits(frame_bytes=4096)  # the fabric itself allows notices of 16 MiB
 
 

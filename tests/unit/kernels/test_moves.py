@@ -14,6 +14,7 @@ from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import digest
 from kvbridge_kernels.field import Axis, Field, Scratch
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Places, Segment, Span, split
 from kvbridge_kernels.tables import Work
 
@@ -111,6 +112,37 @@ def test_rows_arrive_bit_for_bit_and_nothing_else_changes(
     wanted = before.copy()
     wanted[where] = before[where] ^ 0xFF
     assert np.array_equal(field.memory.numpy(), wanted)
+
+
+@pytest.mark.parametrize(("planes", "shift"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in PLACES if name != "none"])
+def test_long_runs_are_moved_by_themselves_to_the_same_places(
+    layout: str, planes: int, shift: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_ref, "MEMMOVE_RUN", 1)
+    monkeypatch.setattr(launch_ref, "_move_tile", None)
+    first = field_of(layout, 2, planes, shift)
+    fields = [first, replace(first, offset=first.offset + 5)]  # of the same form, elsewhere
+    places = places_for(first, name)
+    index, size = Places(torch.tensor(places, dtype=torch.int64)), first.plane_bytes(len(places))
+    pitch = size + 6
+    segments = [Segment(field, index, 3 + i * planes * pitch, pitch) for i, field in enumerate(fields)]
+    slot = torch.full((2 * planes * pitch + 8,), POISON, dtype=torch.uint8)
+    span, before = Span(slot.data_ptr(), slot.numel()), first.memory.numpy().copy()
+    launch_ref.move(Prepared(segments, None, span.size_bytes).chunk, Work("cpu"), span)
+    wanted, rows = np.zeros(slot.numel(), np.uint8), []
+    for segment in segments:
+        starts = segment.slot_offset + pitch * np.arange(planes)[:, None] + np.arange(size)
+        rows.append((starts, addresses(segment.field, places)))
+        wanted[starts] = before[rows[-1][1]]
+    assert np.array_equal(slot.numpy(), wanted)
+
+    slot.random_(0, 256, generator=torch.Generator().manual_seed(1))
+    launch_ref.move(Prepared(None, segments[:1], span.size_bytes).chunk, Work("cpu"), span)
+    changed = before.copy()
+    changed[rows[0][1]] = slot.numpy()[rows[0][0]]
+    assert np.array_equal(first.memory.numpy(), changed)
 
 
 @pytest.mark.parametrize("planes", [1, 2])
