@@ -93,7 +93,7 @@ $(PROMETHEUS):
 	cd $(@D) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 	touch $@
 
-# The schema of PodMonitor, which is the Prometheus operator's: for the test of the manifests, which skips without it.
+# The Prometheus operator's schemas: for the test of the manifests, which skips without them.
 $(PODMONITOR):
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @kubernetes-models/prometheus-operator@6.0.0
 	touch $@
@@ -159,6 +159,7 @@ golden: $(AGENT)
 	.venv/bin/python -m tests.support.write_configuration
 	.venv/bin/python -m tests.support.write_entries
 	.venv/bin/python -m tests.support.write_models
+	.venv/bin/python -m tests.support.write_prometheus_rule
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

@@ -19,6 +19,7 @@ SERIES = (
             {"namespace", "pod"}
         ),  # Prometheus makes it of each target; these are the Prometheus operator's
         "kube_deployment_spec_replicas": frozenset({"namespace", "deployment"}),  # of kube-state-metrics
+        "kube_statefulset_replicas": frozenset({"namespace", "statefulset"}),
     }
 )
 SETS = ("and", "or", "unless")

@@ -19,6 +19,7 @@ import pytest
 
 from kvbridge.config import load
 from kvbridge.transport.keys import write_pair
+from tests.support import write_prometheus_rule
 from tests.support.pods import START_S, Node, Pod, node, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kusto
 EXAMPLE = "example"  # somebody's own Deployment and StatefulSet, with the agent's component
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
-OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: pod_monitor_faults has its schema
+OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: operator_faults has its schemas
 NETWORK = "10.77.0.0/29"  # of the pods that are started here
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
@@ -80,31 +81,44 @@ def test_kubernetes_takes_the_overlay(overlay: str, version: str) -> None:
             left.append(resource["kind"])
         else:
             kubernetes_validate.validate(resource, version, strict=True)
-    assert left == ["PodMonitor"]
+    assert left == ["PodMonitor", "PrometheusRule"]
 
 
-def pod_monitor_faults(monitor: dict[str, Any]) -> str:
+def operator_faults(resource: dict[str, Any]) -> str:
     """What the Prometheus operator's schema has against it, or ""."""
     if not PODMONITOR.is_dir():
-        pytest.skip("no schema of PodMonitor here: make .podmonitor/.ready (needs npm)")
+        pytest.skip("no schemas of the Prometheus operator here: make .podmonitor/.ready (needs npm)")
+    kind = resource["kind"]
     program = (
-        'import {PodMonitor} from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor";'
-        "new PodMonitor(JSON.parse(process.argv[1])).validate()"
+        f'import {{{kind}}} from "@kubernetes-models/prometheus-operator/{OF_OPERATORS}/{kind}";'
+        f"new {kind}(JSON.parse(process.argv[1])).validate()"
     )
-    command = ["node", "--input-type=module", "-e", program, json.dumps(monitor)]
+    command = ["node", "--input-type=module", "-e", program, json.dumps(resource)]
     told = subprocess.run(command, cwd=PODMONITOR.parent, capture_output=True, text=True)
     return told.stderr if told.returncode else ""
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_operator_takes_the_pod_monitor(overlay: str) -> None:
-    assert pod_monitor_faults(named(overlay, "PodMonitor", "kvbridge")) == ""
+@pytest.mark.parametrize("kind", ["PodMonitor", "PrometheusRule"])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, EXAMPLE])
+def test_the_operator_takes_what_is_its_own(overlay: str, kind: str) -> None:
+    assert operator_faults(named(overlay, kind, "kvbridge")) == ""
 
 
-def test_the_operators_schema_sees_a_wrong_value() -> None:
-    wrong = named("vllm", "PodMonitor", "kvbridge")
-    wrong["spec"]["podMetricsEndpoints"][0]["interval"] = "fifteen"
-    assert "interval" in pod_monitor_faults(wrong)
+def test_the_operators_schemas_see_wrong_values() -> None:
+    monitor, rule = (
+        json.loads(json.dumps(named("vllm", kind, "kvbridge"))) for kind in ("PodMonitor", "PrometheusRule")
+    )
+    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = "fifteen"
+    assert "interval" in operator_faults(monitor)
+    rule["spec"]["groups"][0]["rules"][0]["for"] = "fifteen"
+    assert "for" in operator_faults(rule)
+
+
+def test_the_operators_alerts_are_fresh_and_those_of_prometheus() -> None:
+    assert write_prometheus_rule.RULE.read_text() == write_prometheus_rule.text(), "make golden"
+    assert named("vllm", "PrometheusRule", "kvbridge")["spec"] == yaml.safe_load(
+        write_prometheus_rule.ALERTS.read_text()
+    )
 
 
 def test_the_schemas_see_a_wrong_field() -> None:

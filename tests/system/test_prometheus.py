@@ -34,7 +34,7 @@ from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, SCRAPE, dashboard, program, promtool, rules, targets
 from tests.support.promql import parsed, selectors
 from tests.support.served_metrics import QUEUES, of_process, of_proxy, series, values
-from tests.system.test_kubernetes import built, named, pod
+from tests.system.test_kubernetes import EXAMPLE, built, named, pod
 
 LOOK_S = 30.0
 NOWHERE = "tcp://not an address"
@@ -67,8 +67,8 @@ def of_deploy(folder: Path, places: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def of_operator(folder: Path, place: str) -> dict[str, Any]:
-    """What the Prometheus operator makes of the PodMonitor, for a pod of the prefill deployment at this address."""
-    monitor, labels = named("vllm", "PodMonitor", "kvbridge"), pod("vllm", "prefill")["metadata"]["labels"]
+    """What the Prometheus operator makes of the PodMonitor, for a pod of the example's StatefulSet at this address."""
+    monitor, labels = named(EXAMPLE, "PodMonitor", "kvbridge"), pod(EXAMPLE, "prefill")["metadata"]["labels"]
     spec, namespace = monitor["spec"], monitor["metadata"]["namespace"]
     name = f"{namespace}/{monitor['metadata']['name']}"
     found = {f"__meta_kubernetes_pod_label_{_sanitised(key)}": value for key, value in labels.items()}
@@ -76,7 +76,7 @@ def of_operator(folder: Path, place: str) -> dict[str, Any]:
     taken += [(_sanitised(spec["jobLabel"]), "job")] if "jobLabel" in spec else []
     relabelled: list[dict[str, Any]] = [
         {"target_label": target, "replacement": value}
-        for target, value in (("job", name), ("namespace", namespace), ("pod", "prefill-5d9c-x2x7k"))
+        for target, value in (("job", name), ("namespace", namespace), ("pod", "prefill-0"))
     ]
     relabelled += [
         {"source_labels": [f"__meta_kubernetes_pod_label_{source}"], "regex": "(.+)", "target_label": target}
@@ -94,17 +94,17 @@ def of_kube_state_metrics(place: str) -> dict[str, Any]:
 
 
 class KubeStateMetrics(Answers):
-    """What it says of the Deployments of an overlay. Those of `idle` are scaled to 0."""
+    """What it says of the example's Deployment and StatefulSet, each scaled to `replicas`."""
 
-    idle: ClassVar[set[str]] = set()
+    replicas: ClassVar[dict[str, int]] = {}
 
     def do_GET(self) -> None:
         lines = []
-        for each in (each for each in built("vllm") if each["kind"] == "Deployment"):
+        metrics = {"Deployment": "kube_deployment_spec_replicas", "StatefulSet": "kube_statefulset_replicas"}
+        for each in (each for each in built(EXAMPLE) if each["kind"] in metrics):
             name, namespace = each["metadata"]["name"], each["metadata"]["namespace"]
-            replicas = 0 if name in self.idle else each["spec"]["replicas"]
-            labels = f'namespace="{namespace}",deployment="{name}"'
-            lines.append(f"kube_deployment_spec_replicas{{{labels}}} {replicas}\n")
+            labels = f'namespace="{namespace}",{each["kind"].lower()}="{name}"'
+            lines.append(f"{metrics[each['kind']]}{{{labels}}} {self.replicas[name]}\n")
         self.answer(200, "".join(lines))
 
 
@@ -206,7 +206,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         receiver.attach()
         proxy = stack.enter_context(proxied(folder))
         places = {"kvbridge": f"127.0.0.1:{ports[0]}", "kvbridge-proxy": proxy}
-        KubeStateMetrics.idle = {"decode"}
+        KubeStateMetrics.replicas = {"prefill": 1, "decode": 0}
         scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
         scraped += [of_kube_state_metrics(stack.enter_context(listening(KubeStateMetrics)))]
         server = stack.enter_context(closing(Server(folder, scraped)))
@@ -348,8 +348,8 @@ def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(server: Server
         "kube-state-metrics",
     }
     missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
-    assert server.query('kube_deployment_spec_replicas{deployment="decode"} == 0') and not server.query(missing)
-    KubeStateMetrics.idle = set()  # one pod more is wanted, and nobody finds it
+    assert server.query('kube_statefulset_replicas{statefulset="prefill"} == 1') and not server.query(missing)
+    KubeStateMetrics.replicas["prefill"] = 2  # one pod more is wanted, and nobody finds it
     server.wait(missing)
     for running in server.agents:
         running.kill()
