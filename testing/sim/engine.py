@@ -17,6 +17,7 @@ from kvbridge_proto.engine import (
     Done,
     Expect,
     Failed,
+    KeptBy,
     Offer,
     Reclaim,
     Released,
@@ -54,9 +55,6 @@ class HeldBlocks:
 class SimEngine:
     """All ranks of one engine and its scheduler, in one process that may die or freeze."""
 
-    is_prefill = True
-    states = 1  # blocks for states of each request, if there are any
-
     def __init__(
         self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int, drafts: int, has_states: bool
     ) -> None:
@@ -90,15 +88,22 @@ class SimEngine:
             rank.hang_up()
         self.loop.is_dead = True
         for held in self.held.values():
-            self.world.ended(self.is_prefill, held.request, "its engine died")
+            self.world.ended(self.prefills(held.request), held.request, "its engine died")
         for request in self.waiting.values():
-            self.world.ended(self.is_prefill, request, "its engine died")
+            self.world.ended(self.prefills(request), request, "its engine died")
         self.held.clear()
         self.waiting.clear()
 
     @property
     def is_dead(self) -> bool:
         return self.loop.is_dead
+
+    def prefills(self, request: SimRequest) -> bool:
+        """Whether it computes this request's prompt, or else wants it."""
+        return request.prefill == self.name
+
+    def held_as(self, is_prefill: bool) -> list[HeldBlocks]:
+        return [held for held in self.held.values() if self.prefills(held.request) is is_prefill]
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
         self.loop.post(seconds, event)
@@ -115,12 +120,13 @@ class SimEngine:
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
         """A request arrives. It waits a while for blocks."""
-        needed = self.rows_end(request.tokens) + self.states * self.shape[4]
+        # While a prompt is computed on, its state changes: what is offered is a copy.
+        needed = self.rows_end(request.tokens) + (2 if self.prefills(request) else 1) * self.shape[4]
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
             if tries * RETRY_S > RENDEZVOUS_S:
                 self.turned_away(request)
-                self.world.ended(self.is_prefill, request, "no room")
+                self.world.ended(self.prefills(request), request, "no room")
             else:
                 self.short_of(needed - len(self.free))
                 self.waiting[request.name] = request
@@ -190,7 +196,7 @@ class SimEngine:
         for rank in self.ranks:
             rank.rows.waste(rank.blocks, held.blocks, self.world.waste())
         self.free += held.blocks
-        self.world.ended(self.is_prefill, held.request, how)
+        self.world.ended(self.prefills(held.request), held.request, how)
 
 
 class Prefill(SimEngine):
@@ -198,8 +204,6 @@ class Prefill(SimEngine):
 
     So it is offered as a copy, in a block of its own.
     """
-
-    states = 2
 
     def go_on(self, held: HeldBlocks) -> None:
         request = held.request
@@ -230,6 +234,7 @@ class Prefill(SimEngine):
                 hold_s=request.hold_s,
                 fence=fence,
                 first_token=request.offered_from,
+                prefixes=(prefix_of(request),) if is_last and request.is_kept else (),
             )
             # As an adapter does: more of an offer that has ended is not said, and nobody would answer it.
             if (not is_more or rank.number in held.open) and rank.say(offer):
@@ -281,7 +286,7 @@ class Prefill(SimEngine):
         self.later(STEP_S, lambda: self._go_on_after(held, more + 1))
 
     def preempt(self) -> None:
-        for held in list(self.held.values()):
+        for held in self.held_as(True):
             self._withdraw(held)
 
     def _withdraw(self, held: HeldBlocks) -> None:
@@ -315,17 +320,16 @@ class Prefill(SimEngine):
                     self.release_if_over(held, f"released {code}".strip())
 
     def unread(self, rank: SimRank) -> None:
-        for held in list(self.held.values()):
+        for held in self.held_as(True):
             held.open.discard(rank.number)
             self.release_if_over(held, "its agent was lost")
 
-    gone = unread
+    def gone(self, rank: SimRank) -> None:
+        Prefill.unread(self, rank)
 
 
 class Decode(SimEngine):
     """Wants prompts, and checks every row of those that its agents say are done."""
-
-    is_prefill = False
 
     def __init__(self, *args: object) -> None:
         self._failed: dict[str, str] = {}
@@ -426,9 +430,41 @@ class Decode(SimEngine):
         rank.rows.forget(rank.blocks, held.blocks)
 
     def gone(self, rank: SimRank) -> None:
-        for held in list(self.held.values()):
+        for held in self.held_as(False):
             if rank.number in held.open:
                 held.open.discard(rank.number)
                 self._failed[held.request.name] = "its agent was lost"
                 self._take_back(rank, held)
             self._over(held)
+
+
+class Both(Decode, Prefill):
+    """Computes some prompts and wants others, as the two engines of a chat do whose answers go back."""
+
+    def go_on(self, held: HeldBlocks) -> None:
+        (Prefill if self.prefills(held.request) else Decode).go_on(self, held)
+
+    def begin(self, request: SimRequest, tries: int = 0) -> None:
+        (SimEngine if self.prefills(request) else Decode).begin(self, request, tries)
+
+    def turned_away(self, request: SimRequest) -> None:
+        if not self.prefills(request):
+            super().turned_away(request)
+
+    def answered(self, rank: SimRank, message: ToEngine) -> None:
+        match message:
+            case Released():
+                Prefill.answered(self, rank, message)
+            case KeptBy(rendezvous=rendezvous, prefixes=prefixes):
+                self.world.heard_kept(self, rendezvous, prefixes)
+            case _:
+                Decode.answered(self, rank, message)
+
+    def gone(self, rank: SimRank) -> None:
+        Prefill.unread(self, rank)
+        Decode.gone(self, rank)
+
+
+def prefix_of(request: SimRequest) -> bytes:
+    """Stands for the digest of what an answer begins with."""
+    return request.prompt.to_bytes(20, "big")

@@ -71,7 +71,9 @@ class SimRank:
         assert self._socket is not None
         self.revision = 0
         fence = 0 if self.engine.world.has_fences else None
-        self._socket.say(Attach(versions=OURS, pool=self.blocks.pool, handles=(), fence_fd=fence))
+        takes_kept = self.engine.world.scenario.is_mutual and self.number == 0
+        attach = Attach(versions=OURS, pool=self.blocks.pool, handles=(), fence_fd=fence, takes_kept=takes_kept)
+        self._socket.say(attach)
 
     def say(self, message: ToAgent) -> bool:
         if self._socket is None or not self.is_here:

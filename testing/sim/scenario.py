@@ -69,7 +69,8 @@ PULLED = 1 << 20  # in seeds with this bit agents pull from each other's engines
 COMPILED = 1 << 21  # in seeds with this bit agents must compile their kernels first
 DRAFTED = 1 << 22  # in seeds with this bit decode engines have a layer of a draft model, and prefill engines none
 STATED = 1 << 23  # in seeds with this bit engines have a layer with a recurrent state, and none of a draft model
-KINDS = PULLED | COMPILED | DRAFTED | STATED
+MUTUAL = 1 << 24  # in seeds with this bit half of the requests go back, from decode to prefill engines
+KINDS = PULLED | COMPILED | DRAFTED | STATED | MUTUAL
 LAST = 900  # first number of the last requests
 MEANWHILE = 950  # first number of the requests made while an agent is stalled
 
@@ -96,6 +97,7 @@ class SimRequest:
     twin: int = 0  # the request with which this one shares prompt and rendezvous
     queued_s: float = 0.0  # how long it waits in the decode engine's queue
     offered_from: int = 0  # the first token that is offered
+    is_kept: bool = False  # other engines are told of it
 
     @property
     def prompt(self) -> int:
@@ -143,6 +145,7 @@ class Scenario:
     verify: Verify = "never"
     drafts: int = 0  # layers of a draft model in decode engines
     has_states: bool = False
+    is_mutual: bool = False  # each engine computes some prompts and wants others
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -162,13 +165,14 @@ class Scenario:
         return self._of_each_to_each(MEANWHILE, well) if stalled else ()
 
     def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[SimRequest, ...]:
-        pairs = [(p, d) for p in engines for d in engines if (p[0], d[0]) == ("P", "D")]
+        ways = ("PD", "DP") if self.is_mutual else ("PD",)
+        pairs = [(p, d) for p in engines for d in engines if p[0] + d[0] in ways]
         return tuple(
             SimRequest(
                 number=first + i,
                 prefill=p,
                 decode=d,
-                sender=f"p{p[1:]}0",
+                sender=f"{p[0].lower()}{p[1:]}0",
                 at=0.0,
                 want_at=0.0,
                 tokens=3,
@@ -235,6 +239,10 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.sender,), round(rng.uniform(1.0, 1.7), 4)))
+    if seed & MUTUAL:
+        back = random.Random(f"back {seed}")
+        requests = tuple(_turned(back, scenario, each) if back.random() < 0.5 else each for each in scenario.requests)
+        scenario = replace(scenario, requests=requests, is_mutual=True)
     has_states = bool(seed & STATED)
     drafts = int(bool(seed & DRAFTED) and not has_states)
     scenario = replace(scenario, is_compiled=bool(seed & COMPILED), drafts=drafts, has_states=has_states)
@@ -275,6 +283,13 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> SimRequest:
         abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
         twin=1 if number > 1 and rng.random() < 0.1 else 0,
     )
+
+
+def _turned(rng: random.Random, scenario: Scenario, request: SimRequest) -> SimRequest:
+    """The request from its decode engine to its prefill engine: a twin goes the way of the one whose prompt it has."""
+    sender = rng.choice(scenario.engines[request.decode])
+    turned = replace(request, prefill=request.decode, decode=request.prefill, sender=sender, is_kept=rng.random() < 0.7)
+    return replace(turned, twin=0)
 
 
 def _behind_a_prefix(rng: random.Random, request: SimRequest) -> SimRequest:

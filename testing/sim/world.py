@@ -22,6 +22,7 @@ from kvbridge_proto.peer import (
     Grant,
     Hello,
     Hold,
+    Keeps,
     Notice,
     Ping,
     Pong,
@@ -38,7 +39,7 @@ from kvbridge.options import AgentConfig
 from kvbridge.states import SlotState
 
 from .check import look_for_leaks
-from .engine import Decode, HeldBlocks, Prefill, SimEngine, SimRank
+from .engine import Both, Decode, HeldBlocks, Prefill, SimEngine, SimRank, prefix_of
 from .fabric import DataNetwork
 from .faults import FAULTS_END_S, Faults
 from .links import PING_S, SimLink
@@ -152,6 +153,7 @@ class World:
                 self.start(agent)
         for name, agents in scenario.engines.items():
             kind, tokens, drafts = (Prefill, 0, 0) if name[0] == "P" else (Decode, 1, scenario.drafts)
+            kind = Both if scenario.is_mutual else kind
             self.engines[name] = kind(
                 self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens], drafts, scenario.has_states
             )
@@ -177,7 +179,7 @@ class World:
     def _request(self, request: SimRequest, name: str) -> None:
         engine = self.engines[name]
         if engine.is_dead:
-            self.ended(name[0] == "P", request, "no engine")
+            self.ended(name == request.prefill, request, "no engine")
         else:
             engine.waiting[request.name] = request
             engine.later(0.0, lambda: engine.begin(request))
@@ -337,6 +339,12 @@ class World:
             when = "while another agent stood still" if request.number >= MEANWHILE else "when all was well again"
             self.foul(f"{request.name}, {when}: {how}")
 
+    def heard_kept(self, engine: SimEngine, rendezvous: str, prefixes: tuple[bytes, ...]) -> None:
+        """An engine was told that another keeps something. Check that some request of another engine is kept so."""
+        kept = [each for each in self.scenario.requests if each.rendezvous == rendezvous and each.is_kept]
+        if not any(each.prefill != engine.name and prefixes in ((), (prefix_of(each),)) for each in kept):
+            self.foul(f"{engine.name}: was told that {rendezvous} is kept, with {prefixes}")
+
     def unended(self) -> list[str]:
         return [
             f"r{number} never ended at its {'prefilling' if side else 'decoding'} engine"
@@ -379,6 +387,7 @@ TOLD: dict[type[Body], tuple[str, ...]] = {
     Drained: ("transfer", "code"),
     Failing: ("transfer", "code"),
     Hold: ("rendezvous_ids",),
+    Keeps: ("rendezvous",),
     Settled: ("transfer",),
     Refuse: ("about", "code", "reasons"),
     Goodbye: ("reason",),
