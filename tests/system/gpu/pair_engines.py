@@ -160,6 +160,7 @@ class VLLM(Side):
     is_split: bool = False  # its ranks split the tokens of latents by decode context parallelism
     conv_order: str = "DS"  # of convolutions' rows in states; NixlConnector takes no other
     more: tuple[tuple[str, Any], ...] = ()  # any other engine arguments
+    keeps_s: float = 0.0  # how long it keeps answers for the next turn
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -502,7 +503,10 @@ class Engines:
                 "kvbridge_model_name": MODEL_NAME,
                 "kvbridge_cross_layer": side.is_crossed,
             }
-            connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
+            if side.keeps_s:  # only engines that would compute fetch what others keep
+                extra["kvbridge_return_s"] = side.keeps_s
+            policy = "recompute" if side.keeps_s else "fail"
+            connector |= {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
         return {"kv_role": "kv_both", "engine_id": f"pairs-{name}", **connector}
 
 
