@@ -348,8 +348,14 @@ class Process(Agent):
                 self.world.foul(f"{self.name}: a chunk of {transfer}, which is over, waits for a fence")
 
     def _look(self) -> None:
-        self._is_looking = False
-        self.loop.create_task(self.rebuilder.check())
+        self.loop.create_task(self._check())
+
+    async def _check(self) -> None:
+        try:
+            await self.rebuilder.check()  # a frozen data plane makes no slots: until it does, no other check begins
+        finally:
+            self._is_looking = False
+            self._plan_look()
 
     def _plan_tick(self) -> None:
         """Plan the next tick that has something to do. Real agents tick many times a second."""

@@ -50,10 +50,14 @@ class KeptBlocks:
     def hold(self, request_id: str, ids: Iterable[int]) -> None:
         self._of[request_id] = tuple(ids)
 
-    def would_exceed(self, share: float, tables: Iterable[Sequence[int]]) -> bool:
-        """Whether more than this share of all blocks would be kept, with those of one more request."""
-        blocks = sum(map(len, self._of.values())) + sum(map(len, tables))
-        return self._pool is None or blocks > share * self._pool.num_gpu_blocks
+    def excess(self, share: float, tables: Iterable[Sequence[int]]) -> int | None:
+        """How many blocks too many would be kept with those of one more request, if this share of all may be.
+
+        None if that one's alone are too many.
+        """
+        new = sum(map(len, tables))
+        limit = int(share * self._pool.num_gpu_blocks) if self._pool is not None else 0
+        return max(0, new + sum(map(len, self._of.values())) - limit) if new <= limit else None
 
     def free(self, request_id: str) -> None:
         self._of.pop(request_id, None)

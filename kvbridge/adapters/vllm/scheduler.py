@@ -97,7 +97,7 @@ ROLL_CALL_S = 1.0  # how long a request waits for a new report
 # An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
 KEPT_KNOWN_S = 0.005
 KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than computing it
-KEPT_SHARE = 0.5  # of the blocks: at most so many are kept for others to fetch when an answer ends
+KEPT_SHARE = 0.5  # of the blocks: if more are kept for others to fetch, the oldest are released
 SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
@@ -668,8 +668,10 @@ class SchedulerSide:
             return 0
         tokens = request.num_tokens - 1 - (self._last_tokens - 1)
         found = prefixes(request, tokens)
-        if not found or self.held.would_exceed(KEPT_SHARE, tables):
+        if not found or (excess := self.held.excess(KEPT_SHARE, tables)) is None:
             return 0
+        if excess:  # the oldest that nobody asks for make room
+            self._step.before.append(Reclaim(blocks=excess))
         ours = transfer_tables(self._cache, tables)
         blocks = self._tables.offered(ours, [0] * len(ours), tokens, None)
         offer = Offer(

@@ -120,13 +120,17 @@ def test_which_answers_are_kept(keeping: World, end: str) -> None:
     keeping.finish()
 
 
-def test_no_more_than_half_of_the_blocks_is_kept(hooks: str, tmp_path: Path) -> None:
+def test_no_more_than_half_of_the_blocks_is_kept_but_the_latest_answers(hooks: str, tmp_path: Path) -> None:
     keeping = World(tmp_path, hooks=hooks, blocks=60, extra=KEEPS).ready()
+    answered(keeping, 500)  # 32 blocks, which is more than half
+    assert not keeping.agent.take(Offer)
     answered(keeping, 200)  # 13 blocks each
     answered(keeping, 200)
+    assert not keeping.agent.take(Reclaim)
     answered(keeping, 200)
+    assert [each.blocks for each in keeping.agent.take(Reclaim)] == [9]
     offers = keeping.agent.take(Offer)
-    assert len(offers) == 2
+    assert len(offers) == 3
     for offer in offers:
         keeping.agent.say(Released(number=offer.number, request="r"))
     keeping.finish()

@@ -45,6 +45,7 @@ from kvbridge.adapters.vllm.connector import KVBridgeConnector
 from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.adapters.vllm.scheduler import SchedulerSide
 from kvbridge.adapters.vllm.worker import WorkerSide
+from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
 
@@ -146,7 +147,12 @@ class World:
         self.attach()
         self.clock.now += 1
         self.steps(3)
+        wait_for(self._knows_agents)  # the link's thread may be late on a busy machine
         return self
+
+    def _knows_agents(self) -> bool:
+        self.step()
+        return bool(self.connector.scheduler._has_agents)
 
     def request(
         self,
