@@ -16,9 +16,9 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
 
 from ...cache_kinds import first_kept, is_late
-from .layers import is_never_cached, is_ring, kind_of, window_of
+from .layers import is_never_cached, is_ring, kind_of, one_of, window_of
 from .states import drafted_blocks
-from .versions import block_tokens, transfer_groups
+from .versions import block_tokens, takes_first_token_for_decode, transfer_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -31,7 +31,7 @@ class Kept:
     """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's.
 
     `drafted`: of states, blocks for those after tokens that are drafted. `is_ring`: its one block is all entries.
-    `is_never_cached`: nothing of it is there because a prefix is.
+    `is_never_cached`: nothing of it is there because a prefix is. `is_uncleared`: see `takes_first_token_for_decode`.
     """
 
     block_tokens: int
@@ -40,6 +40,7 @@ class Kept:
     drafted: int = 0
     is_ring: bool = False
     is_never_cached: bool = False
+    is_uncleared: bool = False
 
     def first(self, end_token: int) -> int:
         """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
@@ -62,7 +63,7 @@ class GroupTables:
             tuple(
                 Kept(
                     *(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec)),
-                    *(is_ring(spec), is_never_cached(spec)),
+                    *(is_ring(spec), is_never_cached(spec), takes_first_token_for_decode(one_of(spec))),
                 )
                 for spec in specs
             )
@@ -75,6 +76,10 @@ class GroupTables:
     @property
     def has_states(self) -> bool:
         return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def is_uncleared(self) -> bool:
+        return any(group.is_uncleared for group in self.groups)
 
     def outlives(self, tokens: int) -> bool:
         """Whether all that the other side needs of a prompt is still there when its request has ended.

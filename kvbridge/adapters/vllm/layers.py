@@ -204,14 +204,14 @@ def _total_heads(name: str, spec: Any, model: Any) -> int:
 
 def kind_of(spec: Any) -> GroupKind:
     """Which tokens a group with this spec keeps, as far as they are read again."""
-    return "chunked" if _is_of_whole_rows(spec) else KINDS.get(type(_one_of(spec)).__name__, "full")
+    return "chunked" if _is_of_whole_rows(spec) else KINDS.get(type(one_of(spec)).__name__, "full")
 
 
 def _is_of_whole_rows(spec: Any) -> bool:
     """Whether it is of what DeepSeek V4's rows of 128 tokens will be made of. vLLM keeps the last 128 tokens, and a
     prefix that its cache hands out ends between two such rows, so that none of their tokens is read again.
     """
-    one = _one_of(spec)
+    one = one_of(spec)
     # A window of latents names the dtype that was asked for, and may be in fp32, too.
     is_of_rows = type(one).__name__ == "SlidingWindowMLASpec" and one.dtype == torch.float32
     return is_of_rows and one.cache_dtype_str is None and one.sliding_window == ROW_TOKENS
@@ -219,12 +219,12 @@ def _is_of_whole_rows(spec: Any) -> bool:
 
 def is_ring(spec: Any) -> bool:
     """Whether a request has one block of this spec's group, for its life, with position p in row `p % block_size`."""
-    return type(_one_of(spec)).__name__ == RING
+    return type(one_of(spec)).__name__ == RING
 
 
 def is_never_cached(spec: Any) -> bool:
     """Whether vLLM's prefix cache leaves the group out: a ring, or a window that is computed again after a hit."""
-    return is_ring(spec) or bool(getattr(_one_of(spec), "bounded_replay", False))
+    return is_ring(spec) or bool(getattr(one_of(spec), "bounded_replay", False))
 
 
 def window_of(spec: Any) -> int:
@@ -236,11 +236,11 @@ def window_of(spec: Any) -> int:
         return int(spec.block_size)
     if _is_of_whole_rows(spec):
         return ROW_TOKENS
-    one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
+    one, name = one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
     return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 
 
-def _one_of(spec: Any) -> Any:
+def one_of(spec: Any) -> Any:
     """One spec of a group. Its layers may have specs of their own, all of one kind."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 

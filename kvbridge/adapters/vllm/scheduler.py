@@ -123,6 +123,7 @@ class PromptOffered:
     weights: str = UNNAMED  # that it is computed with; UNNAMED if not all of it with the same: then it is not offered
     number: int = 0
     was_preempted: bool = False
+    lacking: str = ""  # why it is not offered whole
     tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -628,7 +629,7 @@ class SchedulerSide:
             self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
         if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
-            self._offer_nothing(request, sending.rendezvous, request.status.name.lower())
+            self._offer_nothing(request, sending.rendezvous, sending.lacking or request.status.name.lower())
         if sending is None and (number := self._keep(request, tables)):
             self._hold(request_id, number, tables)
             return True, None
@@ -644,7 +645,8 @@ class SchedulerSide:
         self.held.unpin(sending.number)
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
-            self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
+            reason = sending.lacking or request.status.name.lower()
+            self._step.before.append(Withdraw(number=sending.number, reason=reason))
         elif self._is_paused:
             self._give_up_held()
         return True, params
@@ -718,12 +720,11 @@ class SchedulerSide:
         if self._fetching:
             waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
             self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
-        if self._has_agents:
-            for request_id, count in output.num_scheduled_tokens.items():
-                sending = self._sending.get(request_id)
-                if sending is not None and not sending.is_whole and sending.weights != UNNAMED:
-                    drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                    self._offer(sending, sending.request.num_computed_tokens, count - drafts, drafts)
+        for request_id, count in output.num_scheduled_tokens.items():
+            sending = self._sending.get(request_id)
+            if sending is not None and not sending.is_whole:
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                self._computes(sending, sending.request.num_computed_tokens, count - drafts, drafts)
         step, self._step = self._step, ConnectorStep()
         is_computing = output.total_num_scheduled_tokens > 0
         step.is_used = self._is_used = self._is_used or is_computing
@@ -788,15 +789,19 @@ class SchedulerSide:
         sending.number, sending.tokens, sending.blocks = 0, 0, []
         sending.was_preempted = True
 
-    def _offer(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> None:
-        """Offer what this step's forward will have computed, with the blocks that were not offered yet."""
+    def _computes(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> None:
+        """This step computes part of the prompt. If that lacks something, `finished` withdraws what was offered."""
+        if (lacking := self._lacking(sending, computed, count, drafts)) and not sending.lacking:
+            log.info("%s: not offered whole: %s", message_name(sending.request.request_id), lacking)
+        sending.lacking = lacking
+        if self._has_agents and not lacking and sending.weights != UNNAMED:
+            self._offer(sending, min(computed + count, sending.request.num_prompt_tokens))
+
+    def _offer(self, sending: PromptOffered, tokens: int) -> None:
+        """Offer the prompt up to `tokens`, once this step's forward has computed them, with blocks not offered yet."""
         request = sending.request
-        tokens = min(computed + count, request.num_prompt_tokens)
         if tokens <= sending.tokens:
             return
-        if tokens == request.num_prompt_tokens and (lacking := self._lacking(sending, computed, drafts)):
-            log.info("%s: not offered whole: %s", message_name(request.request_id), lacking)
-            return  # `finished` withdraws what was offered
         if is_new := not sending.number:
             sending.number = next(self._numbers)
             sending.blocks = [0] * len(sending.tables)
@@ -821,11 +826,16 @@ class SchedulerSide:
             )
         )
 
-    def _lacking(self, sending: PromptOffered, computed: int, drafts: int) -> str:
-        """What this step, which ends the prompt, does not leave of it."""
-        if not self._tables.has_windows_of(sending.tables, sending.end):
+    def _lacking(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> str:
+        """What this step, or one before, does not leave of the prompt."""
+        is_last = computed + count >= sending.request.num_prompt_tokens
+        if computed and sending.lacking:
+            return sending.lacking
+        if not computed and count == 1 and self._tables.is_uncleared:
+            return "vLLM takes a first step of one token for a decode, and goes on from what the state's block held"
+        if is_last and not self._tables.has_windows_of(sending.tables, sending.end):
             return "vLLM's prefix cache had only part of a window"
-        if drafts and not computed and self._tables.has_states:
+        if is_last and drafts and not computed and self._tables.has_states:
             return "vLLM pads the step of a single token, and takes that back only where a state was before"
         return ""
 

@@ -66,6 +66,21 @@ def check_groups(cache: KVCacheConfig) -> None:
         )
 
 
+def takes_first_token_for_decode(spec: Any) -> bool:
+    """Whether a state goes on from what its block held, of whatever request, after a first step of one token.
+
+    vLLM takes that step for a decode: beside lightning always (0.30 to 0.33), beside Gated DeltaNet and KDA in 0.30.
+    """
+    match getattr(getattr(spec, "mamba_type", None), "name", ""):
+        case "LINEAR":
+            return True
+        case "GDN_ATTN":
+            from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+            return "uniform_spec_sequence_length" not in GDNAttentionMetadata.__dataclass_fields__
+    return False
+
+
 def has_interleaved_rows() -> bool:
     """Whether a row of DeepSeek V4.1 has its scales behind it (0.33). In 0.32 they are behind all rows of the page."""
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache

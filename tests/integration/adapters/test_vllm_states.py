@@ -28,6 +28,9 @@ from vllm.model_executor.layers.mamba.linear.base import LinearAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as MambaKind
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -40,7 +43,7 @@ from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.records import WHOLE, State
 from kvbridge.adapters.vllm import layers
 from kvbridge.adapters.vllm.states import state_of, state_planes
-from kvbridge.adapters.vllm.versions import check_groups
+from kvbridge.adapters.vllm.versions import check_groups, takes_first_token_for_decode
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
@@ -281,13 +284,14 @@ STATE = MambaSpec(block_size=1 << 11, shapes=((1, 4), (1, 2, 2)), dtypes=DTYPES)
 CACHED = MambaSpec(block_size=BLOCK, shapes=STATE.shapes, dtypes=DTYPES, mamba_cache_mode="align")
 MODES = {"none": STATE, "align": CACHED}
 DRAFTS = 3
+LIGHTNING = {f"{mode}, lightning": replace(spec, mamba_type=MambaKind.LINEAR) for mode, spec in MODES.items()}
 MODES |= {f"{mode}, drafts": replace(spec, num_speculative_blocks=DRAFTS) for mode, spec in MODES.items()}
 # How many blocks, and how long the shorter of two prompts is that is preempted just when it is whole.
 PREEMPTED = {"none": (12, 60), "align": (13, 45), "align, drafts": (18, 45)}
 
 
 def world(folder: Path, mode: str = "none", **more: Any) -> World:
-    spec = MODES[mode]
+    spec = (MODES | LIGHTNING)[mode]
     more |= {"caching": spec.mamba_cache_mode == "align", "drafts": spec.num_speculative_blocks}
     return World(folder, specs=[FULL, spec], **more).ready()
 
@@ -440,6 +444,71 @@ def test_who_decodes_in_a_routers_room_decides_of_which_token_a_state_is(
         one.agent.say(Released(number=offer.number, request="r"))
         one.run()
         one.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, kind) for kind in MambaKind if kind is not MambaKind.CUSTOM),
+        (MambaKind.LINEAR, BailingLinearAttentionBackend),
+    ],
+    ids=str,
+)
+def test_whether_vllm_clears_a_state_in_a_first_step_of_one_token_is_what_its_own_builder_says(
+    tmp_path: Path, kind: MambaKind, backend: Any
+) -> None:
+    """It masks or clears what a block held before for prefills only."""
+    spec = replace(STATE, mamba_type=kind)
+    build = (backend.get_class() if backend is kind else backend).get_builder_cls()
+    builder = build(spec, [NAME], world(tmp_path).config, torch.device("cpu"))
+    for tokens in (1, 2, BLOCK + 1):
+        one, starts = torch.tensor([tokens], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+        batch = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": one, "max_seq_len": tokens}
+        batch |= {"num_reqs": 1, "num_actual_tokens": 1, "max_query_len": 1, "slot_mapping": torch.tensor([0])}
+        batch |= {"is_prefilling": torch.tensor([True]), "seq_lens_cpu_upper_bound": one}
+        said = builder.build(0, CommonAttentionMetadata(**batch, block_table_tensor=one[:, None]))
+        assert bool(said.num_decodes) == (tokens > 1 or takes_first_token_for_decode(spec))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_prompt_whose_first_step_is_one_token_is_not_offered_if_vllm_does_not_clear_its_state(
+    tmp_path: Path, is_async: bool
+) -> None:
+    """That token is its only one, or all that the step has room for. After a cached state it is no first step."""
+    cached, uncached = (
+        world(tmp_path / mode, f"{mode}, lightning", async_scheduling=is_async) for mode in ("align", "none")
+    )
+    begin = list(range(2 * BLOCK))
+
+    def offered(
+        one: World, prompt: list[int], others: int = 0, has_agents: bool = True, **more: Any
+    ) -> tuple[int, str]:
+        """How many tokens the last offer has, and why it was withdrawn. Agents may come after the first step."""
+        if others:
+            one.request(others, max_tokens=1)
+        request = one.prefill(prompt=prompt, **more)
+        one.connector.scheduler._has_agents = has_agents
+        one.step()
+        one.connector.scheduler._has_agents = True
+        one.steps(6)
+        assert request.is_finished()
+        last, why = one.agent.take(Offer)[-1], [each.reason for each in one.agent.take(Withdraw)]
+        one.agent.say(Released(number=last.number, request="r"))
+        one.steps(2)
+        one.assert_empty()
+        return last.tokens, "".join(why)
+
+    assert offered(cached, [*begin, 1]) == (len(begin), "")
+    assert offered(cached, [*begin, 2, 3]) == (len(begin) + 1, ""), "one token after a state that was there"
+    assert offered(cached, [7, 8, 9]) == (2, "")
+    for case in (
+        {"one": cached, "prompt": [7, 8]},
+        {"one": cached, "prompt": [4], "bootstrap_room": 7, "fetched_by": "sglang"},
+        {"one": uncached, "prompt": [*range(500, 540)], "others": 63},
+        {"one": uncached, "prompt": [*range(600, 640)], "others": 63, "has_agents": False},
+    ):
+        tokens, why = offered(**case)
+        assert tokens == 0 and why.startswith("vLLM takes a first step of one token for a decode")
 
 
 @pytest.mark.parametrize("room", [{}, {"bootstrap_room": 7}], ids=["by name", "in a room"])
