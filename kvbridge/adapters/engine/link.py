@@ -37,6 +37,7 @@ ATTACH_S = 30.0  # an agent that takes longer to answer Attach is given up
 GONE_S = 1.0  # with `allow_unwatched`: how long after its socket closed an agent counts as gone (H200: 85 ms)
 WATCH_S = 1.0  # the link's thread sleeps at most this long
 LEFT_S = 0.01  # how long that thread leaves the link alone while the engine is in `rest`
+WITHOUT = "nothing is offered or fetched: vLLM computes its prompts itself, SGLang fails its requests"
 # Refusals that pass by themselves.
 PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})
 
@@ -321,7 +322,7 @@ class AgentLink:
         """Log the same text only once per absence: an engine steps a thousand times a second."""
         if text != self._complaint:
             self._complaint = text
-            self._log.error("kvbridge: %s; requests are computed here until it is back", text)
+            self._log.error("kvbridge: %s; until it is back %s", text, WITHOUT)
 
     # On the link's own thread:
 

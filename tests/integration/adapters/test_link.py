@@ -78,6 +78,7 @@ def test_start_goes_on_without_an_agent_and_says_where_it_looked(
         link.turn()
     assert len(caplog.records) == 1, "once, not at every try"
     assert "agent.sock" in caplog.text and "0.1 s" in caplog.text
+    assert "vLLM computes its prompts itself, SGLang fails its requests" in caplog.text
 
 
 @pytest.mark.proves("T26")
