@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from kvbridge_proto.pool import Pool
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from kvbridge.adapters.vllm.block_tables import Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
 from kvbridge.adapters.vllm.layers import kind_of, window_of
 from kvbridge.adapters.vllm.prompt_trim import can_be_short
+from kvbridge.errors import EngineError
+from kvbridge.exchange.block_tables import extended, tables_of
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import ALL
 from testing.pools import Shape, describe
 from tests.integration.adapters.world import BLOCK, World
 
@@ -81,6 +86,30 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
     one.extra_retained_tokens = 0
     for tokens in range(6 * BLOCK):
         assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens) // BLOCK * BLOCK
+
+
+@ODD_WINDOWS
+def test_agents_refuse_the_blocks_of_a_table_that_lacks_entries(window: Any) -> None:
+    """A piece of a table is no longer than the table: what is not there is neither read nor written."""
+    engine: Any = SimpleNamespace(pool=pool_of(window, 100), token_shard=ALL)
+    groups = GroupTables((Kept(BLOCK, "full", 0), kept(window)))
+    for tokens in range(1, 5 * BLOCK):
+        whole = list(range(1, -(-tokens // BLOCK) + 1))
+        for full in range(len(whole) + 1):
+            for late in range(len(whole) + 1):
+                tables, has_window = (whole[:full], whole[:late]), kept(window).first(tokens) < tokens
+                is_short = full < len(whole) or (has_window and late < len(whole))
+                offered, wanted = groups.offered(tables, [0, 0], tokens, tokens), groups.wanted(tables, 0, tokens)
+                for check in (
+                    partial(extended, {}, engine, offered, 0, tokens, True),
+                    partial(tables_of, engine, wanted, 0, tokens),
+                ):
+                    if not is_short:
+                        check()
+                        continue
+                    with pytest.raises(EngineError) as refusal:
+                        check()
+                    assert refusal.value.code in ("blocks_too_few", "missing_group")
 
 
 @pytest.mark.proves("G13")
