@@ -16,7 +16,7 @@ from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, State, model_record
 from .backends import COMPRESSED, INDEX_KEYS, RING, check_backend, row_tokens, rows_of, spec_refusal
 from .states import state_of
-from .versions import transfer_groups
+from .versions import is_split, pcp_size, transfer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,7 +131,7 @@ def members_of(
                 continue  # reads another layer's KV
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
-            _check(name, spec, attention, shard)
+            _check(name, spec, attention, shard, pcp_size(parallel))
             tensor = kv_caches[name]
             if not isinstance(tensor, torch.Tensor):
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
@@ -161,7 +161,7 @@ def _open_tokens(name: str, spec: Any, layers: Mapping[str, Any]) -> int:
 
 def tp_rank_of(parallel: Any, shard: Shard) -> tuple[int, int]:
     """A rank's number among those that split heads, and how many these are."""
-    size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
+    size = shard.tp_size // pcp_size(parallel)
     return shard.tp_rank % size, size
 
 
@@ -256,7 +256,7 @@ def model_of(members: list[KVLayer], config: VllmConfig, shard: Shard, name: str
     return model_record(name, layers, **sizes, weights=weights, drafts=drafts, draft=draft)
 
 
-def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
+def _check(name: str, spec: Any, attention: Any, shard: Shard, pcp: int) -> None:
     kind = type(spec).__name__
     if (error := spec_refusal(name, spec, rows_of(attention))) is not None:
         raise error
@@ -267,11 +267,18 @@ def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
         )
     if kind != "MambaSpec":
         check_backend(name, attention, kind in LATENTS)
+    elif pcp > 1:  # vLLM does not start then (`check_attention_cp_compatibility`, 0.30 to 0.33)
+        raise OperatorError(
+            "context_parallel_unsupported",
+            f"{name}: {kind}, prefill_context_parallel_size {pcp}: nothing says which of these ranks has the state; "
+            "needs --prefill-context-parallel-size 1",
+        )
     if shard.cp_size == 1:
         return
-    is_split, is_state = getattr(spec, "dcp_sharded", True), kind == "MambaSpec"
-    if is_split == is_state or rows_of(attention) in COMPRESSED:
-        why = f"dcp_sharded {is_split}" if is_split == is_state else "rows of several tokens"
+    why = "rows of several tokens" if rows_of(attention) in COMPRESSED else ""
+    if is_split(spec) == (kind == "MambaSpec"):
+        why = f"dcp_sharded {is_split(spec)}"
+    if why:
         raise OperatorError(
             "context_parallel_unsupported",
             f"{name}: {kind}, {why}, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this "

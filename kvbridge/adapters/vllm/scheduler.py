@@ -62,7 +62,7 @@ from .rendezvous import (
     why_not_carried,
 )
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
-from .versions import transfer_tables
+from .versions import pcp_size, transfer_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -166,7 +166,7 @@ class SchedulerSide:
         self._cache = cache
         self._engine_id = transfer.engine_id
         # Ranks of prefill context parallelism count as tensor-parallel ones.
-        self._tp_size = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+        self._tp_size = parallel.tensor_parallel_size * pcp_size(parallel)
         self._pp_size = parallel.pipeline_parallel_size
         # If a proxy hands over no parameters, only the role tells the sides apart.
         self._offers_all = transfer.kv_role == "kv_producer"

@@ -93,8 +93,17 @@ def block_tokens(spec: Any, parallel: Any) -> int:
 
     Under decode context parallelism an entry spans the tokens of all ranks' blocks; a block holds its rank's share.
     """
-    is_split = getattr(spec, "dcp_sharded", True)
-    return int(spec.block_size) * (getattr(parallel, "decode_context_parallel_size", 1) if is_split else 1)
+    return int(spec.block_size) * (getattr(parallel, "decode_context_parallel_size", 1) if is_split(spec) else 1)
+
+
+def is_split(spec: Any) -> bool:
+    """Whether ranks of decode context parallelism each keep some tokens only. Before 0.32 they do of every spec."""
+    return bool(getattr(spec, "dcp_sharded", True))
+
+
+def pcp_size(parallel: Any) -> int:
+    """How many ranks of prefill context parallelism there are for each tensor-parallel one."""
+    return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def interleave_of(parallel: Any) -> int:
@@ -118,17 +127,17 @@ def shard_of(config: VllmConfig) -> Shard:
     splits the tokens among prefill ranks too, in another order.
     """
     parallel = config.parallel_config
-    pcp_rank, pcp_size = 0, getattr(parallel, "prefill_context_parallel_size", 1)
+    pcp_rank, sharing = 0, pcp_size(parallel)
     cp_rank, cp_size = 0, getattr(parallel, "decode_context_parallel_size", 1)
-    if pcp_size > 1 and cp_size > 1:
+    if sharing > 1 and cp_size > 1:
         raise OperatorError(
             "context_parallel_unsupported",
-            f"prefill_context_parallel_size {pcp_size}, decode_context_parallel_size {cp_size}; needs one of them 1",
+            f"prefill_context_parallel_size {sharing}, decode_context_parallel_size {cp_size}; needs one of them 1",
         )
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tp, pp = get_tp_group(), get_pp_group()
-    if pcp_size > 1:
+    if sharing > 1:
         from vllm.distributed.parallel_state import get_pcp_group
 
         pcp_rank = get_pcp_group().rank_in_group
@@ -138,7 +147,7 @@ def shard_of(config: VllmConfig) -> Shard:
         cp_rank = get_dcp_group().rank_in_group
     return Shard(
         tp_rank=pcp_rank * tp.world_size + tp.rank_in_group,
-        tp_size=pcp_size * tp.world_size,
+        tp_size=sharing * tp.world_size,
         pp_rank=pp.rank_in_group,
         pp_size=pp.world_size,
         cp_rank=cp_rank,

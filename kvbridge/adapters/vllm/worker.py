@@ -45,7 +45,7 @@ from .options import VLLMOptions
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
-from .versions import clears_last_blocks, replica_of, shard_of
+from .versions import clears_last_blocks, pcp_size, replica_of, shard_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,7 +173,7 @@ class WorkerSide:
         )
         conversation.start(self._options.connect_s)
         # Of ranks that differ only in prefill context parallelism vLLM asks one; all of them report in the first step.
-        is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
+        is_asked = pcp_size(self._config.parallel_config) == 1
         self._attached = conversation.attached if is_asked else None
 
     def handshake(self) -> AgentAddress:

@@ -240,9 +240,17 @@ def test_other_states_are_refused_by_name() -> None:
 
 def test_a_state_may_stand_beside_rows_whose_tokens_ranks_split() -> None:
     """vLLM before 0.32 does not say that each rank has it whole."""
-    layers._check(NAME, SPEC, GATED, Shard(tp_size=2, cp_size=2))
+    layers._check(NAME, SPEC, GATED, Shard(tp_size=2, cp_size=2), 1)
     with refused(OperatorError, "context_parallel_unsupported", "MambaSpec, dcp_sharded True, decode_context_parallel"):
-        layers._check(NAME, replace(SPEC, dcp_sharded=True), GATED, Shard(tp_size=2, cp_size=2))
+        layers._check(NAME, replace(SPEC, dcp_sharded=True), GATED, Shard(tp_size=2, cp_size=2), 1)
+
+
+def test_a_state_is_refused_on_ranks_of_prefill_context_parallelism_as_vllm_does_itself() -> None:
+    assert not any(kind.get_class().supports_pcp() for kind in MambaKind if kind is not MambaKind.CUSTOM)
+    with refused(
+        OperatorError, "context_parallel_unsupported", "parallel_size 2: .+ --prefill-context-parallel-size 1"
+    ):
+        layers._check(NAME, SPEC, GATED, Shard(tp_size=2), 2)
 
 
 def test_a_state_beside_attention_in_one_layer_has_a_number_after_the_models_layers() -> None:
