@@ -290,6 +290,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _option("host:port for Prometheus; empty: off", "Keep it on loopback or behind something that authenticates."),
     ] = "127.0.0.1:9400"
+    status_page: Annotated[
+        bool,
+        _option(
+            "Serve /status at `metrics`, too: what `kvbridge status --fleet` asks",
+            """
+            It tells whoever reaches that port names, addresses, sessions and refusals of this agent, but nothing of
+            requests (docs/threat-model.md, T28).
+            """,
+        ),
+    ] = True
     otlp_endpoint: Annotated[
         str,
         _option(

@@ -199,11 +199,16 @@ class Nursery:
                 return int(answer.read())
 
     def run(
-        self, module: str, *arguments: object, timeout_s: float = RUN_S, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *arguments: object,
+        timeout_s: float = RUN_S,
+        env: Mapping[str, str] | None = None,
+        place: Place = HERE,
     ) -> subprocess.CompletedProcess[str]:
         """Run a module until it ends, as `subprocess.run(text=True)`. Raises subprocess.TimeoutExpired."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            child = Child(self.fork(module, arguments, (None, out.fileno(), errors.fileno()), env))
+            child = Child(self.fork(module, arguments, (None, out.fileno(), errors.fileno()), env, place=place))
             try:
                 code = child.wait(timeout_s)
             finally:
@@ -224,9 +229,12 @@ def nursery(python: str = sys.executable) -> Nursery:
     return Nursery(python)
 
 
-def kvbridge(*arguments: object, timeout_s: float = RUN_S, **environment: str) -> subprocess.CompletedProcess[str]:
+def kvbridge(
+    *arguments: object, timeout_s: float = RUN_S, place: Place = HERE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command `kvbridge` until it ends, for a terminal of 160 columns."""
-    return nursery().run("kvbridge.cli", *arguments, timeout_s=timeout_s, env={"COLUMNS": "160", **environment})
+    env = {"COLUMNS": "160", **environment}
+    return nursery().run("kvbridge.cli", *arguments, timeout_s=timeout_s, env=env, place=place)
 
 
 def _serve(asking: socket.socket) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ import torch
 import uvloop
 from kvbridge_proto.common import DAY_S, AgentCard
 from kvbridge_proto.status import STILL_S, SlotCounts, Status
-from msgspec import structs
+from msgspec import json, structs
 from prometheus_client import disable_created_metrics
 
 from ..dataplane.attached import CurrentEngine
@@ -50,6 +50,7 @@ from ..transport.door import MemoryDoor
 from ..transport.endpoint import canonical, check_metrics, with_key
 from ..transport.keys import load_keys
 from ..transport.link import Settings
+from ..transport.listed import read_entry
 from ..transport.local import LocalServer
 from ..transport.lock import Lock
 from ..transport.processes import Pidfds, Processes
@@ -60,14 +61,14 @@ from .engines import Engines
 from .journal import Journal
 from .kept import KeptAnswers
 from .logs import LastErrors, set_up
-from .meeting import Meetings, read_entry
+from .meeting import Meetings
 from .metrics import Gauges, Metrics, Prompts
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import IncomingPeers, Peers, SenderEvents
 from .rebuild import Rebuilder
 from .record import Record, View
 from .runners import ReceiverRunner, SenderRunner
-from .status import offers, readers, transfers
+from .status import offers, page, readers, transfers
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ log = logging.getLogger("kvbridge.agent")
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
 STATES = (SessionState.NEW, SessionState.HANDSHAKE, SessionState.OPEN)  # of sessions that we have dialled
+PAGE_MADE_S = 1.0
 LOOP_STILL_S = 10.0  # after so long without a tick the event loop is taken for hung
 # The loop and the data plane share the interpreter. With Python's default each waits up to 5 ms for the other.
 SWITCH_S = 0.0002
@@ -233,7 +235,8 @@ class Agent:
         stack.callback(self.rebuilder.close)
         if config.metrics:
             check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
-            stack.callback(self.metrics.serve(config.metrics, self._why_ill))
+            pages = {"/status": partial(self._status_page, loop)} if config.status_page else {}
+            stack.callback(self.metrics.serve(config.metrics, self._why_ill, pages))
 
     def _arm(self) -> None:
         """Arm failpoints from the environment, and warn of them in the log and the metrics."""
@@ -284,7 +287,7 @@ class Agent:
             current, self.engines, receiver, sender, prompts, data, metrics, self.journal, self.status, clock
         )
         far, sent = lambda: self.receiving.quarantined("far"), data.send_orders.slots
-        entries = [read_entry(entry) for entry in config.meet]
+        entries = [read_entry(entry, "meet") for entry in config.meet]
         self.meetings = Meetings(entries, self.receiver, canonical(self.card.address), self._met_for, clock)
         self.rebuilder = Rebuilder(self.slots, far, sent, self.engines, data, metrics, config.rebuild_s, clock)
         self.metrics.watch(self.gauges(), {"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted})
@@ -474,4 +477,13 @@ class Agent:
             metrics=self.config.metrics,
             prompts=self.metrics.prompts(),
             failpoints=self._armed,
+            refusals=self.receiver.peers.refusals(),
         )
+
+    def _status_page(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        """The page /status, made on the loop. Called on other threads. Raises TimeoutError if the loop hangs."""
+
+        async def made() -> bytes:
+            return json.encode(page(self.status()))
+
+        return asyncio.run_coroutine_threadsafe(made(), loop).result(PAGE_MADE_S)

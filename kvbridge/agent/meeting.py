@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from ..errors import OperatorError, PeerError
+from ..errors import OperatorError
 from ..exchange.session import AttachedEngine
 from ..states import SessionState
-from ..transport.endpoint import canonical, check_dialled
+from ..transport.endpoint import canonical
+from ..transport.listed import ServiceName, read_list
 from ..transport.names import Names
 from .runners import ReceiverRunner
 
@@ -30,42 +29,6 @@ MOST_FILE_BYTES = 1 << 18
 STEADY_S = 10.0  # sessions that last so long have not failed: the next attempt comes soon again
 FIRST_WAIT_S, MOST_WAIT_S = 0.25, 30.0  # between attempts, each twice as long as the one before
 PASSING = ("peer_unreachable", "peer_lost", "peer_left", "no_engine", "stale_epoch", "busy", "draining", "no_session")
-_NAME = re.compile(r"dns://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})(?P<key>#.*)?", re.ASCII)
-
-
-class ServiceName(NamedTuple):
-    """A name of which every address is met: `port` and `key` ("" or #PUBLICKEY) are those of each."""
-
-    host: str
-    port: str
-    key: str
-
-    def at(self, address: str) -> str:
-        return canonical(f"tcp://{address}:{self.port}{self.key}")
-
-
-def read_entry(entry: str) -> str | ServiceName | Path:
-    """An address, a name or a file, as an entry of `meet` says. Raises OperatorError."""
-    if entry.startswith("file:///"):
-        return Path(entry.removeprefix("file://"))
-    read: str | ServiceName = canonical(entry)
-    if (named := _NAME.fullmatch(entry)) is not None:
-        read = ServiceName(named["host"], named["port"], named["key"] or "")
-    try:
-        check_dialled((read if isinstance(read, str) else read.at("192.0.2.1")).partition("#")[0])
-    except PeerError:
-        need = "tcp://HOST:PORT, dns://NAME:PORT or file:///PATH"
-        raise OperatorError("bad_option", f"meet: got {entry!r}, need {need}") from None
-    return read
-
-
-def read_list(text: str) -> list[str | ServiceName]:
-    """The lines of a file of agents; those that are empty or begin with # do not count. Raises OperatorError."""
-    lines = [line.strip() for line in text.splitlines()]
-    entries = [read_entry(line) for line in lines if line and not line.startswith("#")]
-    if files := [entry for entry in entries if isinstance(entry, Path)]:
-        raise OperatorError("bad_option", f"meet: got file://{files[0]} within a file")
-    return [entry for entry in entries if not isinstance(entry, Path)]
 
 
 @dataclass(slots=True)
@@ -190,7 +153,7 @@ class Meetings:
                     continue
                 if found.st_size > MOST_FILE_BYTES:
                     raise OperatorError("bad_option", f"meet: {found.st_size} bytes, limit {MOST_FILE_BYTES}")
-                self._listed[path] = read_list(path.read_text())
+                self._listed[path] = read_list(path.read_text(), "meet")
                 self._stamps[path] = stamp
                 self._complain(path, "")
             except (OSError, ValueError, OperatorError) as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from kvbridge_proto.engine import Computed, Done, Failed, Offer, Released
@@ -170,9 +171,11 @@ class Metrics:
         for each in armed:
             self._failpoints.labels(each).inc()
 
-    def serve(self, address: str, why_ill: Callable[[], str]) -> Callable[[], None]:
+    def serve(
+        self, address: str, why_ill: Callable[[], str], pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
+    ) -> Callable[[], None]:
         """Serve on `host:port`. Returns a function that stops it. Raises OperatorError."""
-        return scraping.serve(self.registry, why_ill, address)
+        return scraping.serve(self.registry, why_ill, address, pages)
 
     def values(self) -> dict[str, float]:
         """All counters of ours, for `kvbridge status`."""

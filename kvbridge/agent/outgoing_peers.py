@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from kvbridge_proto.common import DAY_S
 from kvbridge_proto.door import Ticket
 from kvbridge_proto.peer import PROBE_LANES, Body, Goodbye, Keeps, OfSender, ProcessCard, Refuse, Welcome
+from kvbridge_proto.status import RefusalStatus
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
@@ -33,6 +35,8 @@ log = logging.getLogger("kvbridge.peers")
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
 LATE_TICK_S = 0.1  # a tick that is less late does not matter
 UNUSED_LINK_S = 60.0  # unconfirmed transfers are asked about much more often, which keeps their link
+MOST_REFUSALS, REFUSED_S = 64, 600.0  # remembered, for `kvbridge status`
+UNTOLD = ("same_agent", "bad_address", "not_attached")  # ourselves; what is no address may be any text of a client
 MOST_NAMES = 16  # addresses of one session: requests bring them, and a host may have any number
 
 
@@ -112,6 +116,7 @@ class OutgoingPeers:
     on_engine: Callable[[str], None] = lambda _: None  # hears that an agent that refused us for lack of one has it now
     kept: Callable[[], Iterable[Keeps]] = tuple  # what our engine keeps, which every new sender is told
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
+    _refusals: dict[str, tuple[float, str, str]] = field(default_factory=dict, init=False)  # when, code, reason
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
     _serial: int = field(default=0, init=False)
     _deadlines: Deadlines[str] = field(default_factory=Deadlines, init=False)
@@ -129,6 +134,7 @@ class OutgoingPeers:
             try:
                 self._dial(address)
             except PeerError as error:
+                self._note_refusal(address, error.code, str(error))
                 self._unreachable(address, error.code, str(error))
 
     def session_at(self, address: str) -> Session | None:
@@ -254,6 +260,7 @@ class OutgoingPeers:
             for kept in self.kept():
                 dialled.link.send(kept)
         for name in self._names(address):
+            self._refusals.pop(name, None)
             self._receiver.opened(name, session)
         self._sort_out()
 
@@ -372,6 +379,7 @@ class OutgoingPeers:
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
             return self._receiver.unreachable(name, "too_many_names", reason)
         log.info("one agent: %s is %s as well", name, own.address)
+        self._refusals.pop(name, None)
         if own.state is SessionState.OPEN and own.session is not None:
             self._receiver.opened(name, own.session)
 
@@ -406,6 +414,7 @@ class OutgoingPeers:
             dialled.link.close()
         if dialled.session is None:
             self._metrics.handshake("receiver", code)
+            self._note_refusal(address, code, reason)
         log.info("session closed: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
@@ -417,6 +426,23 @@ class OutgoingPeers:
     def _unreachable(self, address: str, code: str, reason: str) -> None:
         self.on_end(address, code, reason)
         self._receiver.unreachable(address, code, reason)
+
+    def _note_refusal(self, address: str, code: str, reason: str) -> None:
+        """Remember why there is no session with this address; the oldest goes first."""
+        if code not in UNTOLD:
+            self._refusals.pop(address, None)
+            self._refusals[address] = self._clock(), code, reason
+            if len(self._refusals) > MOST_REFUSALS:
+                del self._refusals[next(iter(self._refusals))]
+
+    def refusals(self) -> tuple[RefusalStatus, ...]:
+        """Whom we dialled lately and have no session with, the oldest attempt first."""
+        now = self._clock()
+        self._refusals = {address: each for address, each in self._refusals.items() if now - each[0] < REFUSED_S}
+        return tuple(
+            RefusalStatus(address=address[:256], code=code[:256], reason=reason[:2048], age_s=min(DAY_S, now - at))
+            for address, (at, code, reason) in self._refusals.items()
+        )
 
     def _say_goodbye(self, link: Link, reason: str) -> None:
         """Say Goodbye on a link whose session is over. The link stays for a while, for late messages."""

@@ -1,6 +1,7 @@
-"""Serves /metrics and /healthz over HTTP. Anybody who reaches the port may connect: connections are few and short.
+"""Serves /metrics, /healthz and /status over HTTP.
 
-Its own threads answer; the loop is not involved.
+Anybody who reaches the port may connect: connections are few and short. Its own threads
+answer; the loop makes only /status.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -29,15 +30,20 @@ ALL_OPEN = 16
 REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
 POLL_S = 0.5
 KEPT_S = 1.0
-TEXT_PLAIN = "text/plain; charset=utf-8"
+TEXT_PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 
 def serve(
-    registry: CollectorRegistry, why_ill: Callable[[], str], address: str, request_s: float = REQUEST_S
+    registry: CollectorRegistry,
+    why_ill: Callable[[], str],
+    address: str,
+    pages: Mapping[str, Callable[[], bytes]],
+    request_s: float = REQUEST_S,
 ) -> Callable[[], None]:
     """Answer on `host:port`. Returns a function that stops it. Raises OperatorError.
 
-    `why_ill` says why the agent needs a restart, or "". It is called on other threads.
+    `why_ill` says why the agent needs a restart, or "". `pages` are further ones, in JSON, by their paths. All are
+    called on other threads; those of `pages` raise TimeoutError if they cannot be made.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -47,7 +53,7 @@ def serve(
         server = _server(family)((str(place[0]), int(port)), request_s)
     except (OSError, ValueError, OverflowError) as error:
         raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
-    server.set_app(Pages(registry, why_ill))
+    server.set_app(Pages(registry, why_ill, pages))
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="kvbridge-metrics", daemon=True)
     thread.start()
 
@@ -60,36 +66,50 @@ def serve(
 
 
 class Pages:
-    """The pages that are served. One thread makes that of the metrics, at most once in KEPT_S; others wait for it.
+    """The pages that are served. One thread makes one of them, at most once in KEPT_S; others wait for it.
 
     Making it holds the interpreter for more than a millisecond, and the loop and the data plane wait for that.
     """
 
-    def __init__(self, registry: CollectorRegistry, why_ill: Callable[[], str]) -> None:
-        self._registry = registry
+    def __init__(
+        self, registry: CollectorRegistry, why_ill: Callable[[], str], pages: Mapping[str, Callable[[], bytes]]
+    ) -> None:
+        encode, kind = choose_encoder("")
         self._why_ill = why_ill
-        self._encode, self._kind = choose_encoder("")
+        self._kept = {"/metrics": KeptPage(kind, lambda: encode(registry))}
+        self._kept |= {path: KeptPage(JSON, make) for path, make in pages.items()}
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        status, kind, text = "200 OK", TEXT_PLAIN, b"ok\n"
+        path = environ["PATH_INFO"]
+        if path == "/healthz":
+            if why := self._why_ill():
+                status, text = "503 Service Unavailable", f"{why}\n".encode()
+        elif (kept := self._kept.get(path)) is not None:
+            try:
+                kind, text = kept.kind, kept.text()
+            except TimeoutError:
+                status, text = "503 Service Unavailable", b"the event loop does not come round\n"
+        else:
+            status, text = "404 Not Found", f"here are {', '.join([*self._kept, '/healthz'])}\n".encode()
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(text)))])
+        return [text]
+
+
+class KeptPage:
+    """A page that is made when it is asked for and older than KEPT_S."""
+
+    def __init__(self, kind: str, make: Callable[[], bytes]) -> None:
+        self.kind = kind
+        self._make = make
         self._making = threading.Lock()
         self._text = b""
         self._ends = float("-inf")
 
-    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
-        status, kind, text = "200 OK", TEXT_PLAIN, b"ok\n"
-        match environ["PATH_INFO"]:
-            case "/metrics":
-                kind, text = self._kind, self.metrics()
-            case "/healthz":
-                if why := self._why_ill():
-                    status, text = "503 Service Unavailable", f"{why}\n".encode()
-            case _:
-                status, text = "404 Not Found", b"here are /metrics and /healthz\n"
-        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(text)))])
-        return [text]
-
-    def metrics(self) -> bytes:
+    def text(self) -> bytes:
         with self._making:
             if time.monotonic() >= self._ends:
-                self._text = self._encode(self._registry)
+                self._text = self._make()
                 self._ends = time.monotonic() + KEPT_S
             return self._text
 

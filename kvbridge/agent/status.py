@@ -1,20 +1,35 @@
-"""Builds the parts of `kvbridge status`: transfers, offers and readers."""
+"""Builds the parts of `kvbridge status`: transfers, offers and readers; and from it the page /status."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from itertools import islice
 
 from kvbridge_proto.common import DAY_S
 from kvbridge_proto.pool import MOST_COUNT
-from kvbridge_proto.status import OfferStatus, ReaderStatus, TransferStatus
+from kvbridge_proto.status import (
+    OfferStatus,
+    PageEngine,
+    PagePeer,
+    PeerStatus,
+    ReaderStatus,
+    RefusalStatus,
+    Status,
+    StatusPage,
+    TransferStatus,
+    problems,
+)
+from msgspec import structs
 
 from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
 from ..exchange.transfer import OpenOffer
 from ..transport.door import Importer
 
+KEY_OF_ADDRESS = re.compile(r"#\S+")
+KEY = re.compile(r"(?<!\S)\S{40}(?!\S)")  # Z85, as it stands in a reason
 # Limits of the status message (status.py of the protocol).
 MOST_OFFERS_SHOWN = 1024  # the oldest; metrics count all
 
@@ -101,3 +116,57 @@ def readers(importers: Iterable[Importer], now: float) -> tuple[ReaderStatus, ..
         )
         for importer in importers
     )
+
+
+def page(status: Status) -> StatusPage:
+    """What anybody who reaches the metrics port may know: no requests, no ids, no keys."""
+    agent, engine = status.agent, status.engine
+    return StatusPage(
+        name=agent.name,
+        address=_without_key(agent.address),
+        version=agent.version,
+        state=status.state,
+        uptime_s=status.uptime_s,
+        device=status.device,
+        problems=problems(status),
+        engine=None
+        if engine is None
+        else PageEngine(
+            engine=engine.engine,
+            model=engine.model,
+            model_key=engine.model_key,
+            shard=engine.shard,
+            traits=engine.traits,
+        ),
+        receive_slots=status.receive_slots,
+        send_slots=status.send_slots,
+        peers=tuple(map(_page_peer, status.peers)),
+        refusals=tuple(map(_page_refusal, status.refusals)),
+        transfers=len(status.transfers),
+        offers=len(status.offers),
+        fetched_tokens=status.prompts.fetched_tokens,
+        computed_tokens=status.prompts.computed_tokens,
+    )
+
+
+def _page_peer(peer: PeerStatus) -> PagePeer:
+    role, _, state = peer.state.partition(" ")
+    return PagePeer(
+        name=peer.name,
+        address=_without_key(peer.address),
+        role=role,
+        state=state,
+        route=peer.route_name,
+        bytes_per_s=peer.bytes_per_s,
+        verdict=peer.verdict,
+    )
+
+
+def _page_refusal(refusal: RefusalStatus) -> RefusalStatus:
+    return structs.replace(
+        refusal, address=_without_key(refusal.address), reason=KEY.sub("KEY", _without_key(refusal.reason))
+    )
+
+
+def _without_key(text: str) -> str:
+    return KEY_OF_ADDRESS.sub("", text)

@@ -313,11 +313,20 @@ def status(
         bool, typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw it every second, until Ctrl-C.")] = False,
+    fleet: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHERE",
+            help="Ask agents of any host at their metrics ports: http://HOST:PORT, dns://NAME:PORT (each address of a "
+            "name), file:///PATH (lines of these), or prometheus=http://HOST:PORT (all that it scrapes). Repeatable.",
+        ),
+    ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Show what the agents of this host are doing.
+    """Show what the agents of this host are doing, or with --fleet which agents of many hosts are well.
 
-    Exits with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
+    Exits with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With
+    --fleet: 0 if all are healthy and no agent that was dialled lately refuses a session. With --json:
     the agent's message for one --socket, else a list of
     {socket, status} or {socket, code, reasons}. With --probe: also 1 if a data thread, which moves all bytes, has not
     come round for 5 s. One that compiles or allocates may take 30 s: count several failures before you act.
@@ -330,6 +339,8 @@ def status(
       kvbridge status --pool > prefill.json
       kvbridge status --labels
       kvbridge status --probe --socket /run/kvbridge/agent-0.sock
+      kvbridge status --fleet dns://prefill:9400 --fleet dns://decode:9400
+      kvbridge status --fleet prometheus=http://prometheus:9090 --json
     """
     with told("status"):
         from .status import probe as check
@@ -338,7 +349,13 @@ def status(
 
         if watch + pool + labels + probe + as_json > 1:
             raise OperatorError("bad_option", "--watch, --pool, --labels, --probe and --json: one of them")
-        if probe:
+        if fleet and (socket or watch or pool or labels or probe):
+            raise OperatorError("bad_option", "--fleet goes with --json alone")
+        if fleet:
+            from .fleet import show as show_fleet
+
+            show_fleet(fleet, as_json)
+        elif probe:
             check(socket or [])
         elif watch:
             follow(socket or [])

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.status import STILL_S, PeerStatus, SlotCounts, Status
+from kvbridge_proto.status import STILL_S, PeerStatus, SlotCounts, Status, problems
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -111,21 +111,6 @@ def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableTy
     return [_title(verdict), _indented(table)]
 
 
-def problems(status: Status) -> list[str]:
-    """What an operator has to look at, in a few words each."""
-    slots = status.receive_slots
-    looked = {
-        "fails on purpose (failpoints)": bool(status.failpoints),
-        status.state: status.state != "serving",
-        f"its data thread hangs for {status.still_s:.0f} s": status.still_s > STILL_S,
-        "no engine is attached": status.engine is None,
-        f"all {slots.quarantined} free slots are quarantined": slots.quarantined > 0 and not slots.free,
-        "slots cannot be made anew": bool(status.rebuild_refused),
-        "others still have its engine's memory mapped": any(each.over_s is not None for each in status.readers),
-    }
-    return [words for words, is_so in looked.items() if is_so]
-
-
 def _number(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
@@ -187,8 +172,8 @@ def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
 
 
 def rendered(status: Status) -> RenderableType:
-    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _errors, _counters)
-    return Group(*(part for section in sections for part in section(status)))
+    sections = (_failpoints, _agent, _slots, _peers, _refusals, _transfers, _offers, _readers, _prompts, _errors)
+    return Group(*(part for section in (*sections, _counters) for part in section(status)))
 
 
 def _failpoints(status: Status) -> list[RenderableType]:
@@ -243,6 +228,13 @@ def _peer(peer: PeerStatus) -> list[RenderableType]:
         if value := getattr(peer, name):
             _add(rows, name, str(value))
     return [_indented(_plain(peer.name or "(no handshake yet)")), _indented(rows, 4)]
+
+
+def _refusals(status: Status) -> list[RenderableType]:
+    table = _table("when", "peer", "why", numbers=("when",))
+    for each in status.refusals:
+        _add(table, f"{each.age_s:,.0f} s ago", each.address, f"{each.code}: {each.reason}")
+    return _section("no session with", table)
 
 
 def _transfers(status: Status) -> list[RenderableType]:

@@ -1,4 +1,4 @@
-"""What `kvbridge status`, `plan` and `trace` ask over the unix socket, and the answers. Pure."""
+"""What `kvbridge status`, `plan` and `trace` ask over the unix socket, the answers, and the page /status. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .pool import Count, Name, Pool
 MAX_ENTRIES = 2048  # of a trace in one answer
 MAX_ERRORS = 16
 MAX_ERROR_TEXT = 512
+PAGE_SCHEMA = 1
 STILL_S = 5.0  # after so long without a round a data thread is taken for hung
 
 
@@ -67,6 +68,18 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     key: Annotated[str, Meta(max_length=256)] = ""
     has_pipe: bool = False
     protocol: Count = 0
+
+
+class RefusalStatus(Struct, frozen=True, kw_only=True):
+    """An agent that we dialled in the last ten minutes and have no session with: which side refused, and why.
+
+    `age_s` is since the last attempt.
+    """
+
+    address: Name
+    code: Name
+    reason: Annotated[str, Meta(max_length=2048)]
+    age_s: Seconds
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
@@ -175,6 +188,70 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     metrics: Name = ""
     prompts: PromptCounts = PromptCounts()
     failpoints: tuple[Name, ...] = ()
+    refusals: tuple[RefusalStatus, ...] = ()
+
+
+def problems(status: Status) -> tuple[str, ...]:
+    """What an operator has to look at, in a few words each."""
+    slots = status.receive_slots
+    looked = {
+        "fails on purpose (failpoints)": bool(status.failpoints),
+        status.state: status.state != "serving",
+        f"its data thread hangs for {status.still_s:.0f} s": status.still_s > STILL_S,
+        "no engine is attached": status.engine is None,
+        f"all {slots.quarantined} free slots are quarantined": slots.quarantined > 0 and not slots.free,
+        "slots cannot be made anew": bool(status.rebuild_refused),
+        "others still have its engine's memory mapped": any(each.over_s is not None for each in status.readers),
+    }
+    return tuple(words for words, is_so in looked.items() if is_so)
+
+
+class PageEngine(Struct, frozen=True, kw_only=True):
+    """The attached engine, as the page /status shows it."""
+
+    engine: Name
+    model: Name
+    model_key: Name
+    shard: Name
+    traits: Traits | None
+
+
+class PagePeer(Struct, frozen=True, kw_only=True):
+    """A session: `role` is the peer's, sender or receiver; `state` is open, handshake or new. Else as PeerStatus."""
+
+    name: Name
+    address: Name
+    role: Name
+    state: Name
+    route: Name
+    bytes_per_s: Annotated[float, Meta(ge=0)] | None
+    verdict: Annotated[str, Meta(max_length=4096)]
+
+
+class StatusPage(Struct, frozen=True, kw_only=True):
+    """The page /status beside the metrics, for who looks after many agents: JSON. Addresses are without keys.
+
+    It names no request, prompt, rendezvous id, key or process. A reader ignores fields that it does not know; `schema`
+    grows when a field changes its meaning or is gone.
+    """
+
+    schema: Count = PAGE_SCHEMA
+    name: Name
+    address: Name
+    version: Name
+    state: Name
+    uptime_s: Annotated[float, Meta(ge=0)]
+    device: Name
+    problems: tuple[Annotated[str, Meta(max_length=256)], ...]
+    engine: PageEngine | None
+    receive_slots: SlotCounts
+    send_slots: SlotCounts
+    peers: tuple[PagePeer, ...]
+    refusals: tuple[RefusalStatus, ...]
+    transfers: Count
+    offers: Count
+    fetched_tokens: Count
+    computed_tokens: Count
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

@@ -57,6 +57,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     "docs/operations.md": [
         ("export CUDA_MPS", "needs a GPU"),
         ("back()", VLLM),
+        ("$ kvbridge status --fleet", OUTPUT),
         ("cmpl-2-decode", OUTPUT),
         ("route  pools", OUTPUT),
         ("# vLLM 0.32", f"{WEIGHTS_OF_VLLM}::test_the_pages_commands_change_the_weights_through_vllms_own_routes"),

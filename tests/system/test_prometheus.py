@@ -116,7 +116,7 @@ class Server:
     """A Prometheus that scrapes each second, as these configurations say."""
 
     def __init__(self, folder: Path, scraped: list[dict[str, Any]]) -> None:
-        self._url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         config = folder / "prometheus.yml"
         intervals = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         said = {"global": intervals, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
@@ -126,12 +126,12 @@ class Server:
         self._log = (folder / "prometheus.log").open("wb")
         command = [program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         self._process = subprocess.Popen(
-            [*command, f"--web.listen-address={self._url.removeprefix('http://')}"], stderr=self._log
+            [*command, f"--web.listen-address={self.url.removeprefix('http://')}"], stderr=self._log
         )
 
     def ask(self, what: str, **query: str) -> Any:
         """What its API answers. Raises for a query that is none."""
-        address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+        address = f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
         answer = json.load(urllib.request.urlopen(address, timeout=60))
         assert answer["status"] == "success", answer
         return answer["data"]

@@ -14,8 +14,9 @@ from kvbridge_proto.engine import Done
 from kvbridge_proto.peer import Goodbye, Hello, Refuse
 
 from demo.processes import free_port
-from kvbridge.agent.meeting import Meetings, ServiceName, read_entry, read_list
+from kvbridge.agent.meeting import Meetings
 from kvbridge.errors import OperatorError
+from kvbridge.transport.listed import ServiceName, read_entry, read_list
 from testing.agents import AgentProcess, OracleEngine, agent, attached
 from testing.hosts import why_not
 from testing.name_server import NameServer, name_server
@@ -223,11 +224,11 @@ def test_nobody_is_met_without_an_engine_and_all_are_once_it_attaches(start: Sta
 
 
 def test_entries_are_addresses_names_and_files() -> None:
-    assert read_entry("tcp://LOCALHOST:07700#KEY") == "tcp://localhost:7700#KEY"
-    assert read_entry("dns://prefill.default.svc:7700") == ServiceName("prefill.default.svc", "7700", "")
+    assert read_entry("tcp://LOCALHOST:07700#KEY", "meet") == "tcp://localhost:7700#KEY"
+    assert read_entry("dns://prefill.default.svc:7700", "meet") == ServiceName("prefill.default.svc", "7700", "")
     assert ServiceName("p", "7700", "#KEY").at("10.0.0.1") == "tcp://10.0.0.1:7700#KEY"
-    assert read_entry("file:///etc/agents") == Path("/etc/agents")
-    assert read_list("# one\n tcp://a:1 \n\ndns://b:2\n") == ["tcp://a:1", ServiceName("b", "2", "")]
+    assert read_entry("file:///etc/agents", "meet") == Path("/etc/agents")
+    assert read_list("# one\n tcp://a:1 \n\ndns://b:2\n", "meet") == ["tcp://a:1", ServiceName("b", "2", "")]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_entries_are_addresses_names_and_files() -> None:
 )
 def test_another_entry_is_refused_with_what_is_needed(entry: str) -> None:
     with pytest.raises(OperatorError, match=r"meet: got .*, need tcp://HOST:PORT, dns://NAME:PORT or file:///PATH"):
-        read_entry(entry)
+        read_entry(entry, "meet")
 
 
 def test_kernels_are_compiled_for_equal_pools_at_attach_and_for_others_as_they_are_met(start: Start) -> None:

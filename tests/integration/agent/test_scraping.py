@@ -9,10 +9,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from kvbridge.agent import scraping
@@ -36,11 +36,12 @@ def serving(
     family: socket.AddressFamily = socket.AF_INET,
     registry: CollectorRegistry | None = None,
     why_ill: str = "",
+    pages: Mapping[str, Callable[[], bytes]] | None = None,
 ) -> Iterator[tuple[str, int]]:
     bare = host.strip("[]")
     with socket.create_server((bare, 0), family=family) as free:
         port = free.getsockname()[1]
-    stop = serve(registry or Metrics().registry, lambda: why_ill, f"{host}:{port}", REQUEST_S)
+    stop = serve(registry or Metrics().registry, lambda: why_ill, f"{host}:{port}", pages or {}, REQUEST_S)
     try:
         yield bare, port
     finally:
@@ -71,7 +72,7 @@ def asked(place: tuple[str, int], path: str) -> tuple[int, str]:
 @pytest.mark.parametrize("path", ["/", "/metric", "/metrics/", "/healthz/", "/readyz", "/..%2fmetrics"])
 def test_a_page_that_is_none_is_not_found(path: str) -> None:
     with serving() as place:
-        assert asked(place, path) == (404, "here are /metrics and /healthz\n")
+        assert asked(place, path) == (404, "here are /metrics, /healthz\n")
         assert asked(place, "/metrics?name[]=up")[0] == 200
 
 
@@ -157,12 +158,12 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
     """And none of before, which may be as old as the last scrape."""
     monkeypatch.setattr(scraping, "KEPT_S", 0.0)
     registry = Counted()
-    page = scraping.Pages(registry, str)
-    old = page.metrics()
+    page = scraping.KeptPage("", lambda: generate_latest(registry))
+    old = page.text()
     monkeypatch.setattr(scraping, "KEPT_S", 60.0)
     registry.may_go.clear()
     texts: list[bytes] = []
-    askers = [threading.Thread(target=lambda: texts.append(page.metrics())) for _ in range(4)]
+    askers = [threading.Thread(target=lambda: texts.append(page.text())) for _ in range(4)]
     for asker in askers:
         asker.start()
     wait_for(lambda: registry.reads == 2, 5)

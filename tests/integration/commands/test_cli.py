@@ -263,7 +263,7 @@ COMPLETED = {
     "kvbridge con": "config",
     "kvbridge config ''": "show",
     "kvbridge agent --sl": "--slot-bytes",
-    "kvbridge agent --no-s": "--no-share-memory",
+    "kvbridge agent --no-s": "--no-share-memory --no-status-page",
     "kvbridge agent --verify s": "sampled",
     "kvbridge config show --routes ''": "direct host nixl pull",
     "kvbridge doctor --only route-": "route-pull route-direct route-nixl route-host",

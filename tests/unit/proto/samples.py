@@ -200,6 +200,11 @@ TO_ENGINE: tuple[Any, ...] = (
             computed={"untagged": 1, "peer_lost": 2},
             released={"served": 5, "offer_expired": 1},
         ),
+        refusals=(
+            status.RefusalStatus(
+                address="tcp://127.0.0.1:7703", code="incompatible", reason="head_dim: ours 64, theirs 128", age_s=2.5
+            ),
+        ),
     ),
     status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
     status.Trace(
