@@ -259,7 +259,7 @@ class GpuBlockCopier(BlockCopier):
         try:
             warm(placed, work, slot, has_digest)
         except NotCompiled as missing:
-            self._compiler.begin(missing.launches, work)
+            self._compiler.begin(missing.launches, work, _try_to_prepare)
 
     @property
     def compiling(self) -> int:
@@ -355,7 +355,9 @@ class Compiler:
         self._thread = ThreadPoolExecutor(1, "kvbridge-compiler", lambda: _use(gpu))
         self._begun: dict[Kernel, Future[None]] = {}
 
-    def begin(self, launches: Sequence[Launch], work: Work) -> Compiling:
+    def begin(
+        self, launches: Sequence[Launch], work: Work, compiles: Callable[[Launch, Work], None] = prepare
+    ) -> Compiling:
         """Compile what these launches need, unless that is under way. Raises the error of an earlier attempt."""
         under_way = []
         for launch in launches:
@@ -366,7 +368,7 @@ class Compiler:
                     raise error
                 continue  # compiled after the caller found it missing
             if begun is None:
-                begun = self._begun[launch.kernel] = self._thread.submit(prepare, launch, work)
+                begun = self._begun[launch.kernel] = self._thread.submit(compiles, launch, work)
             under_way.append(begun)
         return Compiling(lambda: all(each.done() for each in under_way))
 
@@ -381,6 +383,14 @@ class Compiler:
     def close(self) -> None:
         """Wait for the compilation under way, and begin no other. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _try_to_prepare(launch: Launch, work: Work) -> None:
+    """Before anybody needs it. If it fails, whoever needs it tries again, and has an error of its own."""
+    try:
+        prepare(launch, work)
+    except Exception:
+        log.warning("a kernel could not be compiled in advance", exc_info=True)
 
 
 def _use(gpu: driver.Gpu) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
 
+from kvbridge.device import copier_gpu
 from kvbridge.device.copier import BlockCopier
 from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.geometry.plan import Planner
 from testing.oracle import Shape, build
+from testing.waiting import wait_for
 from tests.integration.device.attached import attached
 
 
@@ -35,3 +40,27 @@ def test_our_own_pool_takes_the_place_of_an_equal_one() -> None:
         warming.start()
         warming.join(20.0)
         assert not warming.is_alive() and copier.seen == [True]
+
+
+def test_what_cannot_be_compiled_in_advance_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request compiles it itself, and only its own failure is its."""
+    tried: list[str] = []
+
+    def prepare(launch: Any, work: Any) -> None:
+        tried.append(launch.kernel)
+        if len(tried) == 1:
+            raise RuntimeError("no space left in the cache's folder")
+
+    monkeypatch.setattr(copier_gpu, "prepare", prepare)
+    monkeypatch.setattr(copier_gpu, "_use", lambda gpu: None)
+    launch, gpu = cast(Any, SimpleNamespace(kernel="k")), cast(Any, None)
+    compiler = copier_gpu.Compiler(gpu)
+    compiler.begin([launch], gpu, copier_gpu._try_to_prepare)
+    wait_for(lambda: not compiler.under_way)
+    compiler.begin([launch], gpu, prepare)  # takes note that it is over
+    compiler.begin([launch], gpu, prepare)
+    wait_for(lambda: not compiler.under_way)
+    assert tried == ["k", "k"] and "no space left" in caplog.text
+    compiler.close()
