@@ -110,6 +110,8 @@ def _joined(left: frozenset[str] | None, right: frozenset[str] | None, expr: Any
     """Two vectors are joined by the labels that they have in common, which must be all, or those that it names."""
     if left is None or right is None:
         return right if left is None else left
+    if str(expr.op) == "or":  # it takes both, whatever matches
+        return left & right
     matching = expr.modifier and expr.modifier.matching
     if matching:
         _have(left & right, matching.labels, expr)

@@ -12,8 +12,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from kvbridge_proto.common import PREFIX_TOKENS
-
 MOST_CHARACTERS = 200
 DIGEST_BYTES = 20  # 160 bits: a client can search for two prompts of one digest, so 2^80 tries must be out of reach
 ROOMS = range(1, 1 << 63)  # what `bootstrap_room` may be
@@ -74,11 +72,11 @@ class PromptDigest:
     def text(self) -> str:
         return self._hasher.hexdigest()
 
-    def prefixes(self, tokens: Sequence[int], most: int = 4096) -> tuple[bytes, ...]:
-        """A digest for each multiple of PREFIX_TOKENS, of all added so far and the tokens up to there."""
+    def prefixes(self, tokens: Sequence[int], size: int, most: int = 4096) -> tuple[bytes, ...]:
+        """A digest for each multiple of `size` tokens, of all added so far and the tokens up to there."""
         found = []
-        for first in range(0, min(len(tokens) // PREFIX_TOKENS, most) * PREFIX_TOKENS, PREFIX_TOKENS):
-            self.add("prefix", struct.pack(f"{PREFIX_TOKENS}q", *tokens[first : first + PREFIX_TOKENS]))
+        for first in range(0, min(len(tokens) // size, most) * size, size):
+            self.add("prefix", struct.pack(f"{size}q", *tokens[first : first + size]))
             found.append(self._hasher.digest())
         return tuple(found)
 

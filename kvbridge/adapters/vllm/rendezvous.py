@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from kvbridge_proto.common import PREFIX_TOKENS
+
 from ..engine.prompts import DIGEST_BYTES, PromptDigest, is_in, rendezvous, short
 
 # A client may choose an id of a megabyte of digits: each run of digits is scanned once, and long runs are no numbers.
@@ -154,7 +156,7 @@ def prefixes(request: Any, end: int) -> tuple[bytes, ...]:
         return ()
     digest = PromptDigest(())
     _add_variant(digest, request)
-    return digest.prefixes(request.all_token_ids[:end])
+    return digest.prefixes(request.all_token_ids[:end], PREFIX_TOKENS)
 
 
 def _add_variant(digest: PromptDigest, request: Any) -> None:

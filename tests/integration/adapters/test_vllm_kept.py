@@ -53,7 +53,7 @@ def answered(world: World, tokens: int = 200, answer: int = 4, **more: Any) -> A
 
 
 def kept_of(tokens: list[int], name: str = "kept-1", sender: str = THEIRS) -> KeptBy:
-    return KeptBy(sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens))
+    return KeptBy(sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens, PREFIX_TOKENS))
 
 
 # Decode:
@@ -66,7 +66,7 @@ def test_an_answer_is_offered_with_its_prompt_and_its_blocks_stay(keeping: World
     tokens = list(request.all_token_ids)
     assert len(tokens) == 270
     assert (offer.tokens, offer.is_last, offer.is_more, offer.hold_s) == (269, True, False, 60.0)  # the last has no KV
-    assert offer.prefixes == PromptDigest(()).prefixes(tokens[:269]) and len(offer.prefixes) == 4
+    assert offer.prefixes == PromptDigest(()).prefixes(tokens[:269], PREFIX_TOKENS) and len(offer.prefixes) == 4
     assert [(piece.group, piece.first, len(piece.ids)) for piece in offer.blocks] == [(0, 0, 17)]
     assert keeping.connector.scheduler.held
     assert keeping.free_blocks < keeping.cache.num_blocks - 1
@@ -114,7 +114,7 @@ def test_which_answers_are_kept(keeping: World, end: str) -> None:
     else:
         request = answered(keeping, kv={"cache_salt": "mine"})
         offer = keeping.agent.one(Offer)
-        assert offer.prefixes[0] != PromptDigest(()).prefixes(list(request.all_token_ids))[0]
+        assert offer.prefixes[0] != PromptDigest(()).prefixes(list(request.all_token_ids), PREFIX_TOKENS)[0]
         keeping.agent.say(Released(number=offer.number, request="r"))
     assert not keeping.agent.take(Offer)
     keeping.finish()

@@ -14,7 +14,7 @@ from kvbridge.adapters.engine.prompts import PromptDigest
 
 
 def prefixes(tokens: list[int]) -> tuple[bytes, ...]:
-    return PromptDigest(()).prefixes(tokens)
+    return PromptDigest(()).prefixes(tokens, PREFIX_TOKENS)
 
 
 def told(name: str, tokens: list[int]) -> KeptBy:
@@ -33,8 +33,8 @@ def test_a_prefix_is_all_tokens_before_it_and_what_else_decides_their_kv() -> No
     for more in (("salt", "mine"), ("lora", "a", "b")):
         digest = PromptDigest(())
         digest.add(*more)
-        assert not set(digest.prefixes(tokens)) & set(found)
-    assert len(PromptDigest(()).prefixes(tokens, most=3)) == 3
+        assert not set(digest.prefixes(tokens, PREFIX_TOKENS)) & set(found)
+    assert len(PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, most=3)) == 3
     assert PromptDigest(tokens[:64]).text() not in {each.hex() for each in found}
 
 
