@@ -10,8 +10,11 @@ from collections.abc import Callable
 from kvbridge_proto import engine, peer
 
 from ..exchange.session import Session
+from ..transport.endpoint import canonical
 
 MOST_KEPT = 1024  # of our engine, and of each other agent; the oldest are forgotten, and end by themselves
+# A want that ends so waited for up to `connect_s`, and the next would again.
+UNREACHABLE = ("peer_unreachable", "peer_not_allowed", "key_refused", "key_not_allowed", "bad_address")
 
 
 class KeptAnswers:
@@ -23,6 +26,7 @@ class KeptAnswers:
         self._tell_senders = tell_senders
         self._tell_engine = tell_engine
         self._ours: dict[int, peer.Keeps] = {}  # by the number of the offer, oldest first
+        self._unreachable: set[str] = set()  # incarnations that reach us, and not we them
         self._theirs: dict[str, dict[str, str]] = {}  # by incarnation: the address of its agent, by rendezvous id
 
     def offered(self, offer: engine.Offer) -> None:
@@ -47,7 +51,10 @@ class KeptAnswers:
 
     def heard(self, session: Session, kept: peer.Keeps) -> None:
         """Another agent's engine keeps an answer, or no longer."""
-        theirs, address = self._theirs.setdefault(session.peer.incarnation, {}), session.peer.address
+        incarnation, address = session.peer.incarnation, canonical(session.peer.address)
+        theirs = self._theirs.setdefault(incarnation, {})
+        if incarnation in self._unreachable:
+            return
         if kept.prefixes:
             if len(theirs) >= MOST_KEPT:
                 self._gone(theirs, next(iter(theirs)))
@@ -56,8 +63,18 @@ class KeptAnswers:
         elif kept.rendezvous in theirs:
             self._gone(theirs, kept.rendezvous)
 
+    def unreachable(self, address: str, code: str) -> None:
+        """The agent at this address could not be dialled: nothing that it keeps can be fetched, now or later."""
+        if code in UNREACHABLE:
+            for incarnation, theirs in self._theirs.items():
+                if address in theirs.values():
+                    self._unreachable.add(incarnation)
+                    for rendezvous in list(theirs):
+                        self._gone(theirs, rendezvous)
+
     def lost(self, incarnation: str) -> None:
         """That agent's session has ended: it cannot be asked as fast as a prompt is computed."""
+        self._unreachable.discard(incarnation)
         theirs = self._theirs.pop(incarnation, {})
         for rendezvous in list(theirs):
             self._gone(theirs, rendezvous)

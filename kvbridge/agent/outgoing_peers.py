@@ -115,6 +115,7 @@ class OutgoingPeers:
     on_end: Callable[[str, str, str], None] = lambda *_: None  # hears of addresses as `receiver.unreachable` does
     on_engine: Callable[[str], None] = lambda _: None  # hears that an agent that refused us for lack of one has it now
     kept: Callable[[], Iterable[Keeps]] = tuple  # what our engine keeps, which every new sender is told
+    cannot_fetch: Callable[[str, str], None] = lambda *_: None  # hears addresses without a session, with their codes
     sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
     _refusals: dict[str, tuple[float, str, str]] = field(default_factory=dict, init=False)  # when, code, reason
     _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
@@ -425,6 +426,7 @@ class OutgoingPeers:
 
     def _unreachable(self, address: str, code: str, reason: str) -> None:
         self.on_end(address, code, reason)
+        self.cannot_fetch(address, code)
         self._receiver.unreachable(address, code, reason)
 
     def _note_refusal(self, address: str, code: str, reason: str) -> None:

@@ -21,13 +21,13 @@ from rich.text import Text
 from ..errors import OperatorError
 from ..oneline import plain
 from ..transport.listed import ServiceName, read_entry, read_list
-from ..transport.names import Names
+from ..transport.names import MOST_LOOKUPS, Names
 from .console import stdout, write
 
 PAGE_ANSWER_S = 1.5  # for one agent: its name, its connection and its page
 PROMETHEUS = "prometheus="
 PROMETHEUS_S = 10.0
-AT_ONCE = 256
+AT_ONCE = MOST_LOOKUPS  # more names would not be looked up
 MOST_BYTES = 1 << 22
 SLOWEST = 5
 # What Prometheus may have scraped of agents lately, so that those that are down now are known.
@@ -151,7 +151,7 @@ async def _of_prometheus(url: str) -> list[PagePlace]:
         labels = [
             (each["labels"].get("job"), each["labels"].get("instance"), each) for each in targets["activeTargets"]
         ]
-    except (OSError, ValueError, KeyError, TypeError, asyncio.IncompleteReadError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, asyncio.IncompleteReadError) as error:
         raise OperatorError("no_prometheus", f"fleet: {url}: {error or type(error).__name__}") from None
     chosen = [
         each["scrapeUrl"]
@@ -175,7 +175,7 @@ async def _page(place: PagePlace, names: Names) -> Answer:
             return msgspec.json.decode(await _get(place, addresses[0]), type=StatusPage)
     except TimeoutError:
         return f"does not answer within {PAGE_ANSWER_S:g} s"
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         return f"what answers is no agent, or one of another version: {error}"
     except ValueError as error:
         return str(error)

@@ -22,7 +22,18 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, NewEpoch, Refused, Rescaled, ToAgent, ToEngine
+from kvbridge_proto.engine import (
+    READERS_S,
+    Attach,
+    Attached,
+    Detached,
+    KeptBy,
+    NewEpoch,
+    Refused,
+    Rescaled,
+    ToAgent,
+    ToEngine,
+)
 from msgspec.structs import replace
 
 from ...errors import OperatorError
@@ -82,6 +93,8 @@ class AgentLink:
         self._first = first
         self.lock = threading.RLock()  # hold it while changing what `first` returns: no agent attaches meanwhile
         self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
+        # For the next turn too, by rendezvous id: an engine at rest takes no turn for hours, while others go on.
+        self._kept: dict[str, KeptBy] = {}
         self.is_closed = False  # the engine has left: no more messages will be read
         self._is_refused = False  # by a refusal that will not pass by itself
         self._was_attached = False  # attached at some time on this connection
@@ -162,7 +175,8 @@ class AgentLink:
         """Move what waits both ways, and return what concerns the engine. Never blocks."""
         with self.lock:
             self._drive()
-            heard, self._heard = self._heard, []
+            heard, self._heard = [*self._heard, *self._kept.values()], []
+            self._kept.clear()
             return heard
 
     def rest(self, seconds: float) -> None:
@@ -171,7 +185,7 @@ class AgentLink:
         The link's thread reads nothing meanwhile: whatever it read would not wake us.
         """
         with self.lock:
-            if self._heard:
+            if self._heard or self._kept:
                 return
             until, poll = self._next_at(), select.poll()
             if until is not None:
@@ -252,6 +266,9 @@ class AgentLink:
                 case Rescaled(epoch=epoch) | NewEpoch(epoch=epoch):
                     self.attached = None if self.attached is None else replace(self.attached, epoch=epoch)
                     self._heard.append(message)
+                case KeptBy(rendezvous=rendezvous, prefixes=prefixes):
+                    if self._kept.pop(rendezvous, None) is None or prefixes:
+                        self._kept[rendezvous] = message
                 case _:
                     self._heard.append(message)
         if self.state is LinkState.ASKING and self._clock() > self._at:
@@ -300,6 +317,7 @@ class AgentLink:
             self.client.close()
             if self._was_attached:
                 self._heard.append(Over(self.why))
+            self._kept.clear()
             self._step(LinkEvent.LET_GO)
             self._later(self.why)
         elif is_unread and not self._reads_are_over:

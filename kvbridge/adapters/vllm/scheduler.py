@@ -128,6 +128,7 @@ class PromptOffered:
     tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     is_looked_up: bool = False  # whether others keep its beginning
+    has_fetched: bool = False  # rows of it came, or are to come, from others
 
     @property
     def is_whole(self) -> bool:
@@ -208,6 +209,7 @@ class SchedulerSide:
         self._has_workers = False  # whether any has ever reported: vLLM's tests of the scheduler have none
         self._known_at = clock()  # when the workers' last report on their agents was known to hold
         self._asked_at: float | None = None  # when they were asked to report again
+        self._was_answered = False  # since the last step: what waited for the answer need not ask again
         self._empty_steps = 0
         self._is_used = False
         # Whether each step in flight computes (pipeline, async scheduling), oldest first.
@@ -241,7 +243,9 @@ class SchedulerSide:
 
         A paused vLLM makes no step for requests that queue, whose offers must be held nevertheless.
         """
-        return bool(self._step.before) or any(request_id in self._receiving for request_id in self._came)
+        return bool(self._step.before or self._step.after) or any(
+            request_id in self._receiving for request_id in self._came
+        )
 
     @property
     def has_cached_windows(self) -> bool:
@@ -292,7 +296,7 @@ class SchedulerSide:
                 self._unfetched[request_id] = receiving.prompt_tokens, "other_weights"
         self._receiving.clear()
         for sending in self._sending.values():
-            sending.weights = UNNAMED if sending.tables else weights
+            sending.weights = UNNAMED if sending.tables or sending.has_fetched else weights
         self._step.before.append(Weights(version=weights))
 
     def pauses(self) -> None:
@@ -513,7 +517,7 @@ class SchedulerSide:
         to which no worker ever spoke.
         """
         now = self._clock()
-        known_s = KEPT_KNOWN_S if self._has_heard_kept else KNOWN_S
+        known_s = KEPT_KNOWN_S if self._has_heard_kept and not self._was_answered else KNOWN_S
         if self._asked_at is None and now - self._known_at > (known_s if self._has_agents else GONE_KNOWN_S):
             self._asked_at, self._step.is_roll_call = now, True
         if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
@@ -603,6 +607,8 @@ class SchedulerSide:
             return
         if want.is_offered:
             self._fetching[want.rendezvous] = request
+        if (sending := self._sending.get(request.request_id)) is not None:
+            sending.has_fetched = True
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
         blocks = self._tables.wanted(table, first, end)
@@ -686,7 +692,7 @@ class SchedulerSide:
             hold_s=self._options.return_s,
             prefixes=found,
         )
-        self._step.before.append(offer)
+        self._step.after.append(offer)  # behind drafts that the GPU may still compute
         return offer.number
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
@@ -710,6 +716,7 @@ class SchedulerSide:
     # A step:
 
     def next_step(self, output: SchedulerOutput) -> ConnectorStep:
+        self._was_answered = False
         self._unpins.append([])
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
@@ -862,6 +869,7 @@ class SchedulerSide:
                 self._has_heard_kept = True
                 self._kept.heard(kept)
             if len(said.addresses) == self._tp_size * self._pp_size:
+                self._was_answered |= self._asked_at is not None
                 self._asked_at, self._known_at = None, self._clock()
 
 

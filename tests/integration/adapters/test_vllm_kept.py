@@ -25,8 +25,10 @@ from kvbridge_proto.engine import (
     Withdraw,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.engine.prompts import PromptDigest
+from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import BLOCK, World
 
@@ -336,6 +338,56 @@ def test_a_preempted_prompt_computes_what_it_had_fetched(world: World, agent: Fa
         agent.say(Released(number=offer.number, request="r"))
     agent.take(Withdraw)
     world.finish()
+
+
+def test_rows_fetched_under_old_weights_are_not_offered_under_new(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    request = world.prefill(prompt=prompt)
+    world.steps(3)
+    want = agent.one(Want)
+    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    for _ in range(9):  # until vLLM has been told of its rows, and has not scheduled it yet
+        scheduled, result = world.begin_step()
+        world.end_step(scheduled, result)
+        if (
+            request.request_id in world.scheduler.finished_recving_kv_req_ids
+            or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        ):
+            break
+    assert request.num_computed_tokens in (0, 128) and not agent.take(Offer), request
+    assert not world.connector.scheduler._sending[request.request_id].tables
+    world.connector.scheduler.weights_are("new")
+    world.steps(6)
+    offers = agent.take(Offer)
+    for offer in [each for each in offers if each.is_last]:
+        agent.say(Released(number=offer.number, request="r"))
+    assert not [each for each in offers if each.tokens], offers
+    world.step()
+    world.finish()
+
+
+def test_a_prompt_is_asked_for_once(world: World, agent: FakeAgent) -> None:
+    hear(world, kept_of([1] * 64))
+    world.prefill(100)
+    for _ in range(60):
+        world.clock.now += 0.006
+        world.step()
+    offers = agent.take(Offer)
+    assert offers
+    agent.say(Released(number=offers[-1].number, request="r"))
+    world.finish()
+
+
+def test_an_idle_engine_holds_no_more_than_is_kept(world: World, agent: FakeAgent) -> None:
+    """The link's own thread reads what comes while the engine makes no step."""
+    link = world.workers[0].worker._conversation._link
+    for number in range(100):
+        agent.say(kept_of([1] * 64, f"k{number}"))
+        agent.say(KeptBy(sender=THEIRS, rendezvous=f"k{number}"))
+    agent.say(kept_of([1] * 64, "last"))
+    wait_for(lambda: "last" in link._kept)
+    assert list(link._kept) == ["last"] and not link._heard
 
 
 assert PREFIX_TOKENS % BLOCK == 0

@@ -93,6 +93,27 @@ def test_only_what_names_prefixes_is_told_and_only_to_who_wants_to_hear(bench_of
     assert not [each for each in bench.sender.heard if isinstance(each, KeptBy)]
 
 
+@pytest.mark.parametrize("dial", ["127.0.0.2:*", None], ids=["not allowed", "allowed"])
+def test_an_agent_that_cannot_be_dialled_costs_one_want(dial: str | None, bench_of: Benches) -> None:
+    """The network between hosts may be open one way, or `dial` may not name decode agents."""
+    bench = bench_of(*SHAPES, engine=Hearing, p={"dial": dial})
+    bench.works()
+    keep(bench, "first")
+    kept = heard(bench.sender)
+    bench.sender.want("turn", kept.sender, [10, 11, 12, 13], range(64), rendezvous="first", is_offered=True)
+    if dial is None:
+        bench.sender.done("turn")
+        assert heard(bench.sender).prefixes == ()
+        keep(bench, "second")
+        assert heard(bench.sender).rendezvous == "second"
+        return
+    bench.sender.failed("turn", "peer_not_allowed")
+    assert heard(bench.sender) == KeptBy(sender=kept.sender, rendezvous="first")
+    keep(bench, "second")
+    bench.works("on")
+    assert not [each for each in bench.sender.heard if isinstance(each, KeptBy)]
+
+
 def test_an_offer_without_prefixes_is_not_told(bench: Bench) -> None:
     keep(bench, "one", prefixes=())
     keep(bench, "two")
