@@ -147,6 +147,8 @@ class DataPlane:
         self._writing: dict[tuple[int, int], Job] = {}
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        # For the loop, in the order of events: it may be called for the thread's before it is for its own turn's.
+        self._told: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self._notices: Decoder[Notice] = Decoder(Notice, NOTICE)
         self._turn = threading.Lock()  # whoever holds it may touch everything that is the thread's
         self._looking_until = 0.0  # the loop, at what it has begun
@@ -696,15 +698,17 @@ class DataPlane:
             received = self.receive_orders.take_reports()
             self._tell(self._listener.on_receive_orders, [*self.receive_orders.take_reached(), *received])
         telling, self._telling = self._telling, []
+        self._told.extend(telling)
         if telling:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                (post or self._loop.call_soon_threadsafe)(_call_all, telling)
+                (post or self._loop.call_soon_threadsafe)(_call_all, self._told)
         return bool(telling)
 
 
-def _call_all(calls: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+def _call_all(calls: deque[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
     """Call everything in order. If one call fails, the others still happen."""
-    for hear, args in calls:
+    while calls:
+        hear, args = calls.popleft()
         try:
             hear(*args)
         except Exception as error:
