@@ -55,7 +55,7 @@ async def test_a_digest_is_told_before_the_end_that_the_thread_saw() -> None:
         data_plane.give(Pull("t", "r", WHOSE, plan, {}, {}, 0, 2, lease, 0, frozenset({0})), attached)
         copier.most = 1
         data_plane._put(lambda: None)  # any other order wakes the thread, which sees the end of the second
-        time.sleep(0.3)  # the loop is busy with another message
+        time.sleep(0.3)  # noqa: ASYNC251 - the loop is busy with another message
         await until(lambda: "Pulled" in ears.heard and "Summed" in ears.heard)
         assert ears.heard == ["Summed", "Pulled"]
 
@@ -66,6 +66,6 @@ async def test_a_read_is_told_before_its_transfer_is_quiet() -> None:
         read(data_plane)  # begun and over in the loop's turn
         # Its engine abandons the want before the loop hears of the end.
         data_plane.give(StopReceiving("t", "abandoned", "not needed"), None)
-        time.sleep(0.3)
+        time.sleep(0.3)  # noqa: ASYNC251
         await until(lambda: len(ears.heard) == 2)
         assert ears.heard == ["Pulled", "Quiet"]
