@@ -76,9 +76,10 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether `num_computed_tokens` may count rows that outlived the state after them: a state comes anyway.
 
         Of a window vLLM would count rows too that are not there any more, and those before `num_computed_tokens` do
-        not come, unless its prefix cache has none of them.
+        not come, unless its prefix cache has none of them. Of several groups of all tokens it asks the first only, and
+        another may have lost rows that this one has.
         """
-        return not self.scheduler.has_cached_windows
+        return not (self.scheduler.has_cached_windows or self.scheduler.has_unequal_rows)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)

@@ -44,6 +44,7 @@ from ..engine.kept import KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
+from .layers import kind_of, one_of
 from .options import VLLMOptions
 from .params import FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
 from .pressure import KeptBlocks, Pressure
@@ -251,6 +252,14 @@ class SchedulerSide:
     def has_cached_windows(self) -> bool:
         """Whether some layers keep the rows of the last tokens only, and vLLM's prefix cache has them."""
         return any(each.kind not in ("full", "state") and not each.is_never_cached for each in self._tables.groups)
+
+    @property
+    def has_unequal_rows(self) -> bool:
+        """Whether groups of all tokens have specs that differ: vLLM's prefix cache may have more of the first's."""
+        full = [
+            one_of(each.kv_cache_spec) for each in self._cache.kv_cache_groups if kind_of(each.kv_cache_spec) == "full"
+        ]
+        return any(each != full[0] for each in full[1:])
 
     # Free blocks:
 

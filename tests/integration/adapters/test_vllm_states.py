@@ -604,6 +604,26 @@ def test_rows_that_outlive_their_state_are_not_wanted_again(tmp_path: Path) -> N
         one.finish()
 
 
+def test_of_two_groups_of_rows_each_row_is_there_or_comes(tmp_path: Path) -> None:
+    """Of the second, vLLM's prefix cache has lost the last blocks of a prefix that it has whole of the first."""
+    one = World(tmp_path, specs=[FULL, replace(FULL, dtype=torch.bfloat16), CACHED], caching=True).ready()
+    prompt = list(range(4 * BLOCK + 3))
+    hashes = one.request(prompt=prompt, max_tokens=1).block_hashes
+    one.run()
+    pool = one.scheduler.kv_cache_manager.block_pool
+    for each in hashes[2:4]:
+        (block,) = pool.get_cached_block(each, [1])
+        pool._maybe_evict_cached_block(block)
+    request = one.decode(prompt=[*prompt[: 4 * BLOCK], *range(900, 900 + BLOCK + 2)])
+    one.steps(3)
+    (want,) = one.agent.take(Want)
+    came = {piece.group: set(range(piece.first, piece.first + len(piece.ids))) for piece in want.blocks}
+    known = {found[0].block_id for each in hashes[:4] if (found := pool.get_cached_block(each, [1]))}
+    table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)[1]
+    cached = {entry for entry, number in enumerate(table) if number in known}
+    assert set(range(want.end_token // BLOCK)) <= came[1] | cached
+
+
 def test_windows_beside_states_are_there_whole(tmp_path: Path) -> None:
     """What a prompt left in the prefix cache of a window does not begin where a shorter one's window does."""
     width = BLOCK * 2 + 8
