@@ -1,4 +1,4 @@
-"""The receiver's sessions: we opened them with senders. Keeps by address, because a want names an address."""
+"""The receiver's sessions: we opened them with senders. Kept by address, because a want names an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Serves /metrics, /healthz and /status over HTTP.
 
-Anybody who reaches the port may connect: connections are few and short. Its own threads
-answer; the loop makes only /status.
+Anybody who reaches the port may connect: connections are few and short. Its own threads answer; the loop makes only
+/status.
 """
 
 from __future__ import annotations
