@@ -22,7 +22,8 @@ Code = Annotated[str, Meta(max_length=64)]
 # One more for every PREFIX_TOKENS tokens: the digest of the first so many of a request, and of all else that decides
 # their KV. Each engine computes it from its own request (kvbridge/adapters/engine/prompts.py).
 PREFIX_TOKENS = 64
-Prefixes = Annotated[tuple[Annotated[bytes, Meta(min_length=20, max_length=20)], ...], Meta(max_length=4096)]
+MOST_PREFIXES = 4096
+Prefixes = Annotated[tuple[Annotated[bytes, Meta(min_length=20, max_length=20)], ...], Meta(max_length=MOST_PREFIXES)]
 # As in W3C's Trace Context, or "". A malformed one counts as "": a trace must not cost a request.
 Traceparent = Annotated[str, Meta(max_length=55)]
 

@@ -72,8 +72,8 @@ class PromptDigest:
     def text(self) -> str:
         return self._hasher.hexdigest()
 
-    def prefixes(self, tokens: Sequence[int], size: int, most: int = 4096) -> tuple[bytes, ...]:
-        """A digest for each multiple of `size` tokens, of all added so far and the tokens up to there."""
+    def prefixes(self, tokens: Sequence[int], size: int, most: int) -> tuple[bytes, ...]:
+        """A digest for each of the first `most` multiples of `size` tokens, of all added so far and of those tokens."""
         found = []
         for first in range(0, min(len(tokens) // size, most) * size, size):
             self.add("prefix", struct.pack(f"{size}q", *tokens[first : first + size]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvbridge_proto.common import PREFIX_TOKENS
+from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
 
 from ..engine.prompts import DIGEST_BYTES, PromptDigest, is_in, rendezvous, short
 
@@ -156,7 +156,7 @@ def prefixes(request: Any, end: int) -> tuple[bytes, ...]:
         return ()
     digest = PromptDigest(())
     _add_variant(digest, request)
-    return digest.prefixes(request.all_token_ids[:end], PREFIX_TOKENS)
+    return digest.prefixes(request.all_token_ids[:end], PREFIX_TOKENS, MOST_PREFIXES)
 
 
 def _add_variant(digest: PromptDigest, request: Any) -> None:

@@ -683,7 +683,7 @@ class SchedulerSide:
         is_full = not (self._tables.has_windows or self._tables.has_states)
         if not (is_full and self._has_agents and self._weights != UNNAMED) or self._is_paused:
             return 0
-        tokens = request.num_tokens - 1 - (self._last_tokens - 1)
+        tokens = request.num_tokens - self._last_tokens
         found = prefixes(request, tokens)
         if not found or (excess := self.held.excess(KEPT_SHARE, tables)) is None:
             return 0

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.common import PREFIX_TOKENS
+from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
 from kvbridge_proto.engine import (
     Abandon,
     Computed,
@@ -30,6 +30,7 @@ from vllm.v1.request import RequestStatus
 from kvbridge.adapters.engine.prompts import PromptDigest
 from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent
+from tests.integration.adapters.test_vllm_decode_side import done
 from tests.integration.adapters.world import BLOCK, World
 
 pytestmark = pytest.mark.vllm
@@ -54,8 +55,14 @@ def answered(world: World, tokens: int = 200, answer: int = 4, **more: Any) -> A
     return request
 
 
+def prefixes(tokens: list[int]) -> tuple[bytes, ...]:
+    return PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)
+
+
 def kept_of(tokens: list[int], name: str = "kept-1", sender: str = THEIRS) -> KeptBy:
-    return KeptBy(sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens, PREFIX_TOKENS))
+    return KeptBy(
+        sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)
+    )
 
 
 # Decode:
@@ -68,7 +75,7 @@ def test_an_answer_is_offered_with_its_prompt_and_its_blocks_stay(keeping: World
     tokens = list(request.all_token_ids)
     assert len(tokens) == 270
     assert (offer.tokens, offer.is_last, offer.is_more, offer.hold_s) == (269, True, False, 60.0)  # the last has no KV
-    assert offer.prefixes == PromptDigest(()).prefixes(tokens[:269], PREFIX_TOKENS) and len(offer.prefixes) == 4
+    assert offer.prefixes == prefixes(tokens[:269]) and len(offer.prefixes) == 4
     assert [(piece.group, piece.first, len(piece.ids)) for piece in offer.blocks] == [(0, 0, 17)]
     assert keeping.connector.scheduler.held
     assert keeping.free_blocks < keeping.cache.num_blocks - 1
@@ -104,7 +111,7 @@ def test_which_answers_are_kept(keeping: World, end: str) -> None:
         request = keeping.decode(200, max_tokens=50)
         keeping.steps(2)
         want = keeping.agent.one(Want)
-        keeping.agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+        keeping.agent.say(done(want))
         keeping.steps(4)
         keeping.abort(request)
         keeping.steps(2)
@@ -116,7 +123,7 @@ def test_which_answers_are_kept(keeping: World, end: str) -> None:
     else:
         request = answered(keeping, kv={"cache_salt": "mine"})
         offer = keeping.agent.one(Offer)
-        assert offer.prefixes[0] != PromptDigest(()).prefixes(list(request.all_token_ids), PREFIX_TOKENS)[0]
+        assert offer.prefixes[0] != prefixes(list(request.all_token_ids))[0]
         keeping.agent.say(Released(number=offer.number, request="r"))
     assert not keeping.agent.take(Offer)
     keeping.finish()
@@ -167,6 +174,15 @@ def hear(world: World, kept: KeptBy) -> None:
     world.step()
 
 
+def fetching(world: World) -> tuple[Any, Want]:
+    """The next turn's prompt at prefill, and what it wants of the answer that is kept."""
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    request = world.prefill(prompt=prompt)
+    world.steps(3)
+    return request, world.agent.one(Want)
+
+
 def turns(world: World, before: int = 150, more: int = 80) -> tuple[list[int], list[int]]:
     """The tokens of a turn with its answer, and the prompt of the next."""
     said = [5000 + i for i in range(before)]
@@ -175,16 +191,12 @@ def turns(world: World, before: int = 150, more: int = 80) -> tuple[list[int], l
 
 def test_the_next_turns_prefill_fetches_what_is_kept_and_offers_the_whole(world: World, agent: FakeAgent) -> None:
     assert agent.attaches[0].takes_kept
-    said, prompt = turns(world)
-    hear(world, kept_of(said))
-    request = world.prefill(prompt=prompt)
-    world.steps(3)
-    want = agent.one(Want)
+    request, want = fetching(world)
     assert (want.sender, want.rendezvous, want.is_offered) == (THEIRS, "kept-1", True)
     assert (want.first_token, want.end_token) == (0, 128)  # two prefixes of 64
     assert [(piece.first, len(piece.ids)) for piece in want.blocks] == [(0, 8)]
     assert not agent.take(Offer)
-    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    agent.say(done(want))
     world.steps(4)
     offers = agent.take(Offer)
     assert offers[0].tokens == 128 + 64 and offers[-1].is_last and offers[-1].tokens == 230  # 64 tokens a step
@@ -217,7 +229,7 @@ def test_each_answer_serves_one_prompt(world: World, agent: FakeAgent) -> None:
     first, second = world.prefill(prompt=prompt), world.prefill(prompt=[*prompt, 1, 2, 3])
     world.steps(3)
     (want,) = agent.take(Want)
-    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    agent.say(done(want))
     world.steps(12)
     for offer in [each for each in agent.take(Offer) if each.is_last]:
         agent.say(Released(number=offer.number, request="r"))
@@ -263,7 +275,7 @@ def test_an_engine_at_rest_asks_what_it_was_told_meanwhile(world: World, agent: 
     world.prefill(prompt=prompt)
     world.steps(3)
     want = agent.one(Want)
-    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    agent.say(done(want))
     world.steps(4)
     agent.say(Released(number=agent.take(Offer)[-1].number, request="r"))
     world.finish()
@@ -314,7 +326,7 @@ def test_only_the_first_rank_hears(hooks: str, tmp_path: Path) -> None:
     wants = [agent.one(Want) for agent in world.agents]
     assert wants[0].common == wants[1].common and {each.end_token for each in wants} == {128}
     for agent, want in zip(world.agents, wants, strict=True):
-        agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+        agent.say(done(want))
     world.steps(4)
     for agent in world.agents:
         agent.say(Released(number=agent.take(Offer)[-1].number, request="r"))
@@ -322,12 +334,8 @@ def test_only_the_first_rank_hears(hooks: str, tmp_path: Path) -> None:
 
 
 def test_a_preempted_prompt_computes_what_it_had_fetched(world: World, agent: FakeAgent) -> None:
-    said, prompt = turns(world)
-    hear(world, kept_of(said))
-    request = world.prefill(prompt=prompt)
-    world.steps(3)
-    want = agent.one(Want)
-    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    request, want = fetching(world)
+    agent.say(done(want))
     world.steps(2)
     agent.is_answering_withdrawals = True
     with agent.alive():
@@ -341,12 +349,8 @@ def test_a_preempted_prompt_computes_what_it_had_fetched(world: World, agent: Fa
 
 
 def test_rows_fetched_under_old_weights_are_not_offered_under_new(world: World, agent: FakeAgent) -> None:
-    said, prompt = turns(world)
-    hear(world, kept_of(said))
-    request = world.prefill(prompt=prompt)
-    world.steps(3)
-    want = agent.one(Want)
-    agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
+    request, want = fetching(world)
+    agent.say(done(want))
     for _ in range(9):  # until vLLM has been told of its rows, and has not scheduled it yet
         scheduled, result = world.begin_step()
         world.end_step(scheduled, result)

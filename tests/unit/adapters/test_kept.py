@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvbridge_proto.common import PREFIX_TOKENS
+from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
 from kvbridge_proto.engine import KeptBy
 
 from kvbridge.adapters.engine import kept
@@ -14,7 +14,7 @@ from kvbridge.adapters.engine.prompts import PromptDigest
 
 
 def prefixes(tokens: list[int]) -> tuple[bytes, ...]:
-    return PromptDigest(()).prefixes(tokens, PREFIX_TOKENS)
+    return PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)
 
 
 def told(name: str, tokens: list[int]) -> KeptBy:
@@ -33,7 +33,7 @@ def test_a_prefix_is_all_tokens_before_it_and_what_else_decides_their_kv() -> No
     for more in (("salt", "mine"), ("lora", "a", "b")):
         digest = PromptDigest(())
         digest.add(*more)
-        assert not set(digest.prefixes(tokens, PREFIX_TOKENS)) & set(found)
+        assert not set(digest.prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)) & set(found)
     assert len(PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, most=3)) == 3
     assert PromptDigest(tokens[:64]).text() not in {each.hex() for each in found}
 
