@@ -81,11 +81,13 @@ def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(bench: Ben
     receiver.client.send(Expect(number=number_of("r0"), rendezvous="r0", sender=bench.address))
     sender.told(Held)
     sender.client.send(Reclaim(blocks=2))
+    bench.offer("later", [0, 1, 2], TOKENS)
+    wait_for(lambda: "later" in offers(bench), why=sender.agent.text)  # so it has heard the first
     time.sleep(FRESH_S)
     sender.client.send(Reclaim(blocks=2))
     gone = sender.released("r1")
     assert gone.code == "reclaimed"
-    assert offers(bench).keys() == {"r0", "r2"}
+    assert offers(bench).keys() == {"r0", "r2", "later"}
     metrics = sender.agent.status.counters
     assert metrics["kvbridge_offers_released_total{code=reclaimed}"] == 1
     # Its receiver's engine leaves: nobody waits any more, and the offer that was awaited may go as well.
