@@ -23,6 +23,8 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP = python -m pip --disable-pip-version-check --quiet
+# The first import compiles what is used. pip would compile all that is installed, on one processor.
+INSTALL = $(PIP) install --no-compile
 AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
@@ -107,14 +109,14 @@ $(GRAFANA):
 
 # The oldest Triton of pyproject.toml, not installed: its compiler refuses what newer ones take. For the test of kernels.
 $(TRITON): $(AGENT)
-	.venv/bin/$(PIP) install --no-deps --target $(@D) triton==$$(sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml)
+	.venv/bin/$(INSTALL) --no-deps --target $(@D) triton==$$(sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml)
 	touch $@
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.integration.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
 
 fuzz-guided: $(AGENT)
-	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(PIP) install --no-deps 'atheris>=3,<4'
+	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(INSTALL) --no-deps 'atheris>=3,<4'
 	.venv/bin/python -m tests.integration.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-install: $(AGENT)
@@ -165,26 +167,26 @@ golden: $(AGENT)
 $(AGENT): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	.venv/bin/$(PIP) install -c constraints.txt torch
-	.venv/bin/$(PIP) install --no-deps -r constraints.txt -e .
+	.venv/bin/$(INSTALL) -c constraints.txt torch
+	.venv/bin/$(INSTALL) --no-deps -r constraints.txt -e .
 	touch $@
 
 $(ENGINE): constraints-vllm.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/$(PIP) install --no-deps -r constraints-vllm.txt -e .
+	.venv-vllm/bin/$(INSTALL) --no-deps -r constraints-vllm.txt -e .
 	touch $@
 
 $(SGLANG): constraints-sglang.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/$(PIP) install --no-deps -r constraints-sglang.txt -e .
+	.venv-sglang/bin/$(INSTALL) --no-deps -r constraints-sglang.txt -e .
 	touch $@
 
 $(ROUTERS): constraints-routers.txt
 	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv .venv-routers
-	.venv-routers/bin/$(PIP) install --no-deps -r constraints-routers.txt
+	.venv-routers/bin/$(INSTALL) --no-deps -r constraints-routers.txt
 	touch $@
 
 clean:
