@@ -65,10 +65,11 @@ from .meeting import Meetings
 from .metrics import Gauges, Metrics, Prompts
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import IncomingPeers, Peers, SenderEvents
+from .rates import Rates
 from .rebuild import Rebuilder
 from .record import Record, View
 from .runners import ReceiverRunner, SenderRunner
-from .status import offers, page, readers, transfers
+from .status import held, offered_tokens, offers, page, peers, readers, transfers
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Agent:
         self.incarnation = entropy(8).hex()
         self.before: frozenset[str] = frozenset()  # dead incarnations of this agent
         self.metrics = metrics or Metrics()
+        self.rates = Rates(self.metrics.carried)
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
         self._processes = processes or Pidfds(clock)
@@ -321,7 +323,7 @@ class Agent:
 
     @property
     def _views(self) -> list[View]:
-        return [self.metrics, self.prompts, *([self._spans] if self._spans is not None else [])]
+        return [self.metrics, self.rates, self.prompts, *([self._spans] if self._spans is not None else [])]
 
     def gauges(self) -> Gauges:
         """All gauges. What they look at may come later."""
@@ -344,6 +346,7 @@ class Agent:
             ("kvbridge_wants_open", "Wants under way", lambda: len(self.receiving.wants)),
             ("kvbridge_offers_open", "Offers not yet released", lambda: len(self.sending.offers)),
             ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", unclaimed),
+            ("kvbridge_offers_tokens", "Tokens of all open offers", lambda: offered_tokens(self.sending)),
             ("kvbridge_engine_attached", "1 while an engine is attached", lambda: self.current.engine is not None),
             ("kvbridge_data_plane_still_seconds", "Since the data thread last made a turn", self.still_s),
             (
@@ -466,7 +469,7 @@ class Agent:
             receive_slots=self.receive_slots(),
             send_slots=self.data_plane.send_orders.slots.counts(),
             engine=self.engines.engine_status(),
-            peers=tuple(self.peers.statuses()),
+            peers=peers(self.peers.statuses(), self.rates),
             transfers=transfers(self.receiving, self.sending, now),
             offers=offers(self.sending, self.peers.incoming.name_of, now),
             counters=self.metrics.values(),
@@ -478,6 +481,7 @@ class Agent:
             prompts=self.metrics.prompts(),
             failpoints=self._armed,
             refusals=self.receiver.peers.refusals(),
+            held=held(self.sending, now),
         )
 
     def _status_page(self, loop: asyncio.AbstractEventLoop) -> bytes:

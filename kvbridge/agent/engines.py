@@ -26,7 +26,7 @@ from ..exchange.session import AttachedEngine
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled, with_weights
 from ..geometry.plan import Planner
-from ..geometry.traits import model_key, traits
+from ..geometry.traits import model_key, prompt_size, traits
 from ..transport.local import LocalConnection
 from .doors import Doors
 from .metrics import Metrics
@@ -123,7 +123,7 @@ class Engines:
             len(pool.planes),
             ",".join(sorted({handle.kind for handle in attach.handles})),
         )
-        self._metrics.attached(model_key(pool), traits(pool))
+        self._metrics.attached(model_key(pool), traits(pool), prompt_size(pool).tokens)
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=site.shares_memory))
         self._peers.incoming.engine_came()
         failpoint("agent.attached")
@@ -264,6 +264,7 @@ class Engines:
             model_key=model_key(pool),
             traits=traits(pool),
             protocol=attachment.version,
+            size=prompt_size(pool),
         )
 
 

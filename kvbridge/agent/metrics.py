@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from kvbridge_proto.engine import Computed, Done, Failed, Offer, Released
-from kvbridge_proto.peer import BlockTables, Settled
+from kvbridge_proto.peer import Settled
 from kvbridge_proto.pool import MOST_COUNT
 from kvbridge_proto.status import PromptCounts, Traits
 from msgspec import structs
@@ -25,7 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..exchange.actions import Carried, Compared, Uncompared, Unconfirmed
-from ..exchange.orders import Digested, Dropped, Malformed, Sent, Shipped, StageReached
+from ..exchange.orders import Digested, Dropped, Malformed, Shipped
 from ..exchange.session import Session
 from . import scraping
 from .record import RequestRecord, Role
@@ -36,7 +36,6 @@ log = logging.getLogger("kvbridge.prompts")
 Gauges = Iterable[tuple[str, str, tuple[str, ...], Mapping[Any, Callable[[], float]]]]
 Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
-MOST_COMPUTED = 4096  # transfers that have still to be carried; the oldest go first: some of them failed
 # fmt: off
 BUCKETS_S = (
     0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005,
@@ -81,12 +80,11 @@ class Metrics:
     """
 
     kinds: Collection[type] = (
-        *(Done, Failed, Released, Settled, BlockTables, StageReached, Sent, Shipped, Carried, RequestRecord),
+        *(Done, Failed, Released, Settled, Shipped, Carried, RequestRecord),
         *(Compared, Digested, Uncompared, Unconfirmed, Dropped, Malformed),
     )
 
     def __init__(self) -> None:
-        self._computed_at: dict[str, float] = {}  # by transfer: when its last rows were computed, until it is carried
         registry = self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=BUCKETS_S)
@@ -138,6 +136,7 @@ class Metrics:
         text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = gauge("kvbridge_engine_info", text, labels)
+        self._pool_tokens = gauge("kvbridge_pool_tokens", "Tokens that the attached engine's pool has room for")
         self._rebuilds = counter("kvbridge_rebuilds_total", "Times slots or the fabric were replaced", ["replaced"])
         for replaced in get_args(Replaced):
             self._rebuilds.labels(replaced)
@@ -157,13 +156,15 @@ class Metrics:
                 (gauge.labels(*of) if of else gauge).set_function(value)
         self.registry.register(_Proofs(sessions))
 
-    def attached(self, model_key: str, traits: Traits) -> None:
-        """Show this engine as the attached one."""
+    def attached(self, model_key: str, traits: Traits, tokens: int) -> None:
+        """Show this engine as the attached one, with room for so many tokens."""
+        self._pool_tokens.set(tokens)
         self._engine.clear()
         self._engine.labels(model_key=model_key, **structs.asdict(traits)).set(1)
 
     def left(self) -> None:
         """No engine is attached any more."""
+        self._pool_tokens.set(0)
         self._engine.clear()
 
     def warn_of_failpoints(self, armed: tuple[str, ...]) -> None:
@@ -199,18 +200,12 @@ class Metrics:
 
     def see(self, event: Any, role: Role, at: float) -> None:
         match event:
-            case StageReached(transfer=transfer, stage="computed") | BlockTables(transfer=transfer, blocks=(_, *_)):
-                if role == "sender":  # an answer without blocks only renews a lease
-                    self._computed(transfer, at)
             case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
                 self._chunks_of(role).inc(chunks)
                 self._bytes_of(role).inc(size_bytes)
                 self._routed_of(role, session.routed.route, session.verdict.conversion).inc(size_bytes)
-            case Sent(transfer=transfer) | Settled(transfer=transfer):
-                if role == "sender":
-                    self._settled.inc(isinstance(event, Settled))
-                    if (computed_at := self._computed_at.pop(transfer, None)) is not None:
-                        self._carry_s.observe(max(0.0, at - computed_at))
+            case Settled() if role == "sender":
+                self._settled.inc()
             case Done(seconds=seconds, tokens=tokens):
                 self._wants_of("done").inc()
                 self._want_s.observe(seconds)
@@ -224,12 +219,6 @@ class Metrics:
                     self._stage_of(role, stage).observe(ended_at - began_at)
             case _:
                 self._see_chunks(event, role)
-
-    def _computed(self, transfer: str, at: float) -> None:
-        """More of its rows, perhaps the last, were computed at `at`."""
-        self._computed_at[transfer] = at
-        if len(self._computed_at) > MOST_COMPUTED:
-            del self._computed_at[next(iter(self._computed_at))]
 
     def _see_chunks(self, event: Any, role: Role) -> None:
         """Count what is seldom: most transfers have few chunks, and one in many is compared."""
@@ -250,6 +239,10 @@ class Metrics:
                 self._late.inc()
             case Malformed(code=code):
                 self.rejected(code)
+
+    def carried(self, seconds: float) -> None:
+        """Count a transfer of ours that was carried so long after its last rows were computed."""
+        self._carry_s.observe(seconds)
 
     def spans(self, outcome: str, count: int) -> None:
         """Count spans that were "sent" or "dropped"."""

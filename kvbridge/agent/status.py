@@ -10,6 +10,7 @@ from itertools import islice
 from kvbridge_proto.common import DAY_S
 from kvbridge_proto.pool import MOST_COUNT
 from kvbridge_proto.status import (
+    HeldCounts,
     OfferStatus,
     PageEngine,
     PagePeer,
@@ -27,6 +28,7 @@ from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
 from ..exchange.transfer import OpenOffer
 from ..transport.door import Importer
+from .rates import Rates, Total
 
 KEY_OF_ADDRESS = re.compile(r"#\S+")
 KEY = re.compile(r"(?<!\S)\S{40}(?!\S)")  # Z85, as it stands in a reason
@@ -86,6 +88,28 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
     )
 
 
+def peers(statuses: Iterable[PeerStatus], rates: Rates) -> tuple[PeerStatus, ...]:
+    """One line per session, with what has been carried over those to receivers."""
+    return tuple(_with_total(each, rates.to(each.incarnation)) for each in statuses)
+
+
+def _with_total(status: PeerStatus, total: Total) -> PeerStatus:
+    if not status.state.startswith("receiver"):
+        return status
+    size_bytes = min(MOST_COUNT, total.size_bytes)
+    return structs.replace(status, carried=total.transfers, carried_bytes=size_bytes, carried_s=total.seconds)
+
+
+def held(sending: Sender, now: float) -> HeldCounts:
+    """Of all offers, also beyond those that are shown."""
+    return HeldCounts(offers=len(sending.offers), unclaimed=len(sending.unclaimed(now)), tokens=offered_tokens(sending))
+
+
+def offered_tokens(sending: Sender) -> int:
+    """Of all open offers. Callable from any thread: `list` copies atomically."""
+    return min(MOST_COUNT, sum(offered.tokens - offered.first_token for offered in list(sending.offers.values())))
+
+
 def _age(since: float, now: float) -> float:
     return min(DAY_S, max(0.0, now - since))
 
@@ -137,13 +161,14 @@ def page(status: Status) -> StatusPage:
             model_key=engine.model_key,
             shard=engine.shard,
             traits=engine.traits,
+            size=engine.size,
         ),
         receive_slots=status.receive_slots,
         send_slots=status.send_slots,
         peers=tuple(map(_page_peer, status.peers)),
         refusals=tuple(map(_page_refusal, status.refusals)),
         transfers=len(status.transfers),
-        offers=len(status.offers),
+        held=status.held,
         fetched_tokens=status.prompts.fetched_tokens,
         computed_tokens=status.prompts.computed_tokens,
     )
@@ -158,6 +183,9 @@ def _page_peer(peer: PeerStatus) -> PagePeer:
         state=state,
         route=peer.route_name,
         bytes_per_s=peer.bytes_per_s,
+        carried=peer.carried,
+        carried_bytes=peer.carried_bytes,
+        carried_s=peer.carried_s,
         verdict=peer.verdict,
     )
 

@@ -40,9 +40,10 @@ class Tell(Value):
 
 
 class Met(Value):
-    """A claim has met its offer: this transfer takes so much of the offer of this number."""
+    """A claim has met its offer: this transfer takes so much of the offer of this number to this incarnation."""
 
     transfer: str
+    receiver: str
     number: int
     chunks: int
     size_bytes: int

@@ -169,7 +169,7 @@ class Sender:
             self._clear_lost(offered, out.claim.receiver)
             self._stop_waiting(out)
             out.bind()
-            actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))
+            actions.append(Met(out.transfer, out.incarnation, offered.number, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.receiver)
                 out.finish()

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable
 
 import msgspec
-from kvbridge_proto.pool import Layer, Pool
-from kvbridge_proto.status import Traits
+from kvbridge_proto.pool import MOST_COUNT, Layer, Pool
+from kvbridge_proto.status import PromptSize, Traits
 
 from .compat import ATTENTION_KINDS, form_of
 from .wire import is_scale
@@ -44,6 +44,20 @@ def traits(pool: Pool) -> Traits:
         cp_size=shard.cp_size,
         block_tokens=_each(str(group.block_tokens) for group in pool.groups),
         dtype=_each(form_of(plane).replace(" ", "-") for plane in rows),
+    )
+
+
+def prompt_size(pool: Pool) -> PromptSize:
+    """What a prompt takes of the memory of this rank, which holds a share of its tokens if it is context parallel."""
+    share, bytes_of = 1 / pool.shard.cp_size, [0.0] * len(pool.groups)
+    for plane in pool.planes:
+        bytes_of[plane.group] += plane.heads * plane.codec.row_bytes / plane.row_tokens
+    each = list(zip(pool.groups, bytes_of, strict=True))
+    rooms = [group.blocks * group.block_tokens * pool.shard.cp_size for group in pool.groups if group.kind == "full"]
+    return PromptSize(
+        token_bytes=sum(size * share for group, size in each if group.kind == "full"),
+        prompt_bytes=sum(size * (group.window or 1) for group, size in each if group.kind != "full"),
+        tokens=min(MOST_COUNT, min(rooms, default=0)),
     )
 
 

@@ -31,6 +31,17 @@ class Traits(Struct, frozen=True, kw_only=True):
     dtype: Name
 
 
+class PromptSize(Struct, frozen=True, kw_only=True):
+    """What prompts take of this rank's memory: bytes for each token, and beside them for each long prompt, at most.
+
+    The latter are of windows and states. `tokens` is how many the pool has room for; 0 if no layer keeps all of them.
+    """
+
+    token_bytes: Annotated[float, Meta(ge=0)]
+    prompt_bytes: Annotated[float, Meta(ge=0)]
+    tokens: Count
+
+
 class EngineStatus(Struct, frozen=True, kw_only=True):
     """The attached engine. Engines with the same `model_key` have the same model.
 
@@ -47,6 +58,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     model_key: Annotated[str, Meta(max_length=64)] = ""
     traits: Traits | None = None
     protocol: Count = 0
+    size: PromptSize | None = None
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
@@ -54,7 +66,8 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
     `route` is for people: the name, the rate and why no better route was taken. `bytes_per_s` is the rate measured when
     the route was proved, None if it was not. `has_pipe` says that messages go by a unix socket between the two, not by
-    ZeroMQ. `protocol` is the version that was agreed on, 0 before the session is open.
+    ZeroMQ. `protocol` is the version that was agreed on, 0 before the session is open. `carried` transfers of ours to
+    this receiver had `carried_bytes`, and took `carried_s` together, each from when its last rows were computed.
     """
 
     name: Name
@@ -68,6 +81,9 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     key: Annotated[str, Meta(max_length=256)] = ""
     has_pipe: bool = False
     protocol: Count = 0
+    carried: Count = 0
+    carried_bytes: Count = 0
+    carried_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class RefusalStatus(Struct, frozen=True, kw_only=True):
@@ -152,6 +168,14 @@ class PromptCounts(Struct, frozen=True, kw_only=True):
     released: dict[Name, Count] = {}
 
 
+class HeldCounts(Struct, frozen=True, kw_only=True):
+    """Prompts that our engine holds for others, those of them that nobody has asked for, and the tokens of all."""
+
+    offers: Count = 0
+    unclaimed: Count = 0
+    tokens: Count = 0
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -189,6 +213,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     prompts: PromptCounts = PromptCounts()
     failpoints: tuple[Name, ...] = ()
     refusals: tuple[RefusalStatus, ...] = ()
+    held: HeldCounts = HeldCounts()
 
 
 def problems(status: Status) -> tuple[str, ...]:
@@ -214,6 +239,7 @@ class PageEngine(Struct, frozen=True, kw_only=True):
     model_key: Name
     shard: Name
     traits: Traits | None
+    size: PromptSize | None
 
 
 class PagePeer(Struct, frozen=True, kw_only=True):
@@ -225,6 +251,9 @@ class PagePeer(Struct, frozen=True, kw_only=True):
     state: Name
     route: Name
     bytes_per_s: Annotated[float, Meta(ge=0)] | None
+    carried: Count
+    carried_bytes: Count
+    carried_s: Annotated[float, Meta(ge=0)]
     verdict: Annotated[str, Meta(max_length=4096)]
 
 
@@ -249,7 +278,7 @@ class StatusPage(Struct, frozen=True, kw_only=True):
     peers: tuple[PagePeer, ...]
     refusals: tuple[RefusalStatus, ...]
     transfers: Count
-    offers: Count
+    held: HeldCounts
     fetched_tokens: Count
     computed_tokens: Count
 

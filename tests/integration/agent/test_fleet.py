@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Done
+from msgspec import structs
 
 from demo.processes import free_port
 from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
+from kvbridge.geometry.traits import prompt_size
 from testing.agents import OracleEngine, agent, attached
 from testing.hosts import why_not
 from testing.name_server import name_server
@@ -68,7 +70,12 @@ def test_a_fleet_that_is_well_is_a_line_each_and_its_page_tells_no_request(start
     assert [line[:2] for line in lines if line[:1] in (["d"], ["p"])][:2] == [["d", "healthy"], ["p", "healthy"]]
     time.sleep(scraping.KEPT_S)
     page = asked(("127.0.0.1", one), "/status")[1]
-    assert json.loads(page)["offers"] >= 1 and SECRET not in page and sender.agent.status.agent.incarnation not in page
+    assert SECRET not in page and sender.agent.status.agent.incarnation not in page
+    told, (peer,) = json.loads(page), json.loads(page)["peers"]
+    size = prompt_size(sender.pool)
+    assert told["held"] == {"offers": 1, "unclaimed": 1, "tokens": 16}
+    assert told["engine"]["size"] == structs.asdict(size) and size.token_bytes > 0
+    assert (peer["carried"], peer["carried_bytes"]) == (1, 16 * size.token_bytes) and 0 < peer["carried_s"] < 60
 
 
 def test_a_pair_that_refuses_is_named_with_the_reason_until_it_meets(start: Start) -> None:

@@ -158,13 +158,13 @@ def test_a_request_with_several_transfers_names_them_all_and_one_without_names_n
     caplog.set_level(logging.INFO)
     made.note(offer(1, "r"))
     for transfer in ("t1", "t2", "t2"):
-        made.note(Met(transfer, 1, 1, 1))
+        made.note(Met(transfer, "D", 1, 1, 1))
     made.warn("failed", "code=%s %s", "x", "why", number=1)
     made.warn("failed", "code=%s", "x", number=7)
     made.warn("dropped", transfer="t1")
     made.note(Released(number=1, request="r"))
     made.note(offer(2, "r"))  # another of the same name
-    made.note(Met("t3", 2, 1, 1))
+    made.note(Met("t3", "D", 2, 1, 1))
     made.warn("dropped", transfer="t2")
     made.warn("failed", number=2)
     assert [record.getMessage() for record in caplog.records] == [
@@ -176,7 +176,7 @@ def test_a_request_with_several_transfers_names_them_all_and_one_without_names_n
     ]
     for number in range(3, 13):
         made.note(offer(number, f"r{number}"))
-        made.note(Met(f"other{number}", number, 1, 1))
+        made.note(Met(f"other{number}", "D", number, 1, 1))
     assert len(made._of_number) == len(made._of_transfer) == 3
     made.warn("dropped", transfer="t3")
     assert caplog.records[-1].getMessage() == "dropped: transfer=t3", "it is forgotten of which request"
@@ -191,7 +191,7 @@ def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only
     made = Record("sender", Journal(), lambda: 1.0)
     made.note(offer(1, "r"))
     for number in range(10 * MOST_TRANSFERS):
-        made.note(Met(f"t{number}", 1, 0, 0))
+        made.note(Met(f"t{number}", "D", 1, 0, 0))
     assert list(made._of_number[1].transfers) == [
         f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS)
     ]
@@ -202,7 +202,7 @@ def test_what_was_forgotten_of_an_open_request_is_not_kept_once_it_has_ended() -
     for number in range(40):
         made.note(offer(number, f"r{number}"))
         for other in range(8):
-            made.note(Met(f"t{number}-{other}", number, 0, 0))
+            made.note(Met(f"t{number}-{other}", "D", number, 0, 0))
         made.note(Released(number=number, request=f"r{number}"))
     assert len(made._of_transfer) == 4
 

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from demo.processes import free_port
 from kvbridge.agent.journal import Journal
-from kvbridge.agent.metrics import MAX_CODES, MOST_COMPUTED, Metrics
+from kvbridge.agent.metrics import MAX_CODES, Metrics
+from kvbridge.agent.rates import MOST_OPEN, MOST_RECEIVERS, Rates, Total
 from kvbridge.agent.record import Record, RequestRecord, Role
 from kvbridge.exchange.actions import Met
 from kvbridge.exchange.orders import Sent, StageReached
@@ -120,7 +121,7 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
     transfer = first[0][1].transfer
     for at, event in sorted(first, key=lambda each: each[0]):
         kept.note(event, at)
-    kept.note(Met(transfer, 1, 1, 1), 0.26)
+    kept.note(Met(transfer, "D", 1, 1, 1), 0.26)
     kept.note(StageReached(transfer, "gathering", 0.3, 1))
     kept.note(Released(number=1, request="x"), 0.4)
     assert ended.stages == [{"claim": claim, "begin": begin, "move": 0.1}]
@@ -178,9 +179,11 @@ def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, be
 
 def test_a_renewed_lease_does_not_make_a_transfer_look_quicker() -> None:
     metrics = Metrics()
+    rates = Rates(metrics.carried)
+    rates.see(Met("t", "D", 1, 1, 4096), "sender", 0.5)
     for at, blocks in ((1.0, (Blocks(0, 0, (7,)),)), (2.0, ())):
-        metrics.see(BlockTables(transfer="t", tokens=16, is_last=True, renewal=0, blocks=blocks), "sender", at)
-    metrics.see(Settled(transfer="t"), "sender", 2.5)
+        rates.see(BlockTables(transfer="t", tokens=16, is_last=True, renewal=0, blocks=blocks), "sender", at)
+    rates.see(Settled(transfer="t"), "sender", 2.5)
     assert metrics.registry.get_sample_value("kvbridge_carry_seconds_sum") == 1.5
 
 
@@ -191,10 +194,24 @@ def summed(place: str, name: str) -> float:
 
 def test_of_transfers_that_are_never_carried_only_so_many_are_kept() -> None:
     metrics = Metrics()
-    for number in range(MOST_COMPUTED + 7):
+    rates = Rates(metrics.carried)
+    for number in range(MOST_OPEN + 7):
+        rates.see(Met(f"t{number}", "D", number, 1, 10), "sender", 0.5)
         for at in (1.0, 2.0):
-            metrics.see(StageReached(f"t{number}", "computed", at, 1), "sender", at)
-    assert len(metrics._computed_at) == MOST_COMPUTED
+            rates.see(StageReached(f"t{number}", "computed", at, 1), "sender", at)
+    assert len(rates._open) == MOST_OPEN
     for number in (6, 7, 8, 8):
-        metrics.see(Sent(f"t{number}"), "sender", 2.5)
+        rates.see(Sent(f"t{number}"), "sender", 2.5)
     assert [metrics.registry.get_sample_value(f"kvbridge_carry_seconds_{part}") for part in ("count", "sum")] == [2, 1]
+    assert rates.to("D") == Total(2, 20, 1.0) and rates.to("another") == Total()
+
+
+def test_of_receivers_only_so_many_are_kept_and_each_has_its_own_total() -> None:
+    rates = Rates([].append)
+    for number in range(MOST_RECEIVERS + 3):
+        rates.see(Met("t", f"D{number}", 1, 1, 10), "sender", 0.5)
+        rates.see(StageReached("t", "computed", 1.0, 1), "sender", 1.0)
+        rates.see(Sent("t"), "receiver", 1.5)
+        rates.see(Sent("t"), "sender", 2.0)
+    assert len(rates._totals) == MOST_RECEIVERS
+    assert rates.to("D2") == Total() and rates.to("D3") == rates.to(f"D{MOST_RECEIVERS + 2}") == Total(1, 10, 1.0)

@@ -7,9 +7,12 @@ import re
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from kvbridge.geometry.compat import Incompatible, verdict
-from kvbridge.geometry.traits import MOST_VALUE, model_key, traits
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign
+from kvbridge.geometry.traits import MOST_VALUE, model_key, prompt_size, traits
 from testing.pools import Shape, build_all, mla
 
 BASE = Shape("nhd", layers=4)
@@ -58,3 +61,27 @@ def test_traits_are_of_all_ranks_and_can_be_labels() -> None:
     assert traits(build_all(replace(BASE, tp_size=2))[0].pool).tp_size == 2
     windowed = replace(BASE, kinds=("full", "sliding"), window=64, group_tokens={"sliding": 32})
     assert traits(build_all(windowed)[0].pool).block_tokens == "16_32"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *ALIKE,
+        mla(layers=4),
+        replace(BASE, kinds=("full", "sliding"), window=32, codec="int8_row_scale"),
+        replace(BASE, cp_size=2),
+    ],
+)
+def test_the_size_of_prompts_is_that_of_what_travels(shape: Shape) -> None:
+    for held in build_all(shape):
+        pool, size = held.pool, prompt_size(held.pool)
+        all_ranks = [each.pool for each in build_all(shape)]
+        taken = list(zip(all_ranks, assign(all_ranks, pool), strict=True))
+        short, long = (
+            sum(plan(each, pool, takes, 0, tokens, 1 << 20).total_bytes for each, takes in taken)
+            for tokens in (1024, 2048)
+        )
+        assert long - short == 1024 * size.token_bytes
+        assert long == 2048 * size.token_bytes + size.prompt_bytes
+        keeps_all = "full" in shape.kinds
+        assert size.tokens == keeps_all * shape.blocks * shape.block_tokens * shape.cp_size

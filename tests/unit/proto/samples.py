@@ -144,6 +144,7 @@ TO_ENGINE: tuple[Any, ...] = (
             model_key="0123456789abcdef",
             traits=status.Traits(engine="vllm", tp_size=2, pp_size=1, cp_size=1, block_tokens="16", dtype="bf16"),
             protocol=1,
+            size=status.PromptSize(token_bytes=128.0, prompt_bytes=4096.0, tokens=8192),
         ),
         peers=(
             status.PeerStatus(
@@ -157,6 +158,9 @@ TO_ENGINE: tuple[Any, ...] = (
                 bytes_per_s=12.5e9,
                 key="decode",
                 protocol=1,
+                carried=3,
+                carried_bytes=3 << 20,
+                carried_s=0.0625,
             ),
         ),
         transfers=(
@@ -172,6 +176,7 @@ TO_ENGINE: tuple[Any, ...] = (
             ),
         ),
         counters={"kvbridge_chunks_total{role=sender}": 1.0},
+        held=status.HeldCounts(offers=2, unclaimed=1, tokens=96),
         rebuild_refused="rebuild_refused",
         offers=(
             status.OfferStatus(
