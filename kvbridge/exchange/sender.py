@@ -89,13 +89,13 @@ class Sender:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
-        offered.hold_s = offer.hold_s
+        offered.hold_s, offered.is_kept = offer.hold_s, bool(offer.prefixes)
         self._holds.set(offer.number, now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
         for out in list(offered.outgoing_transfers.values()):
             actions += out.grow()
-        return actions
+        return actions if offer.most_kept is None else actions + self._make_room(offered, offer.most_kept, now)
 
     def _grow(self, offered: OpenOffer, offer: Offer, engine: AttachedEngine) -> None:
         if offer.rendezvous != offered.rendezvous:
@@ -322,9 +322,10 @@ class Sender:
 
         It offers a prompt when it schedules its last tokens, and goes on asking while it is short. So an offer goes
         once it has been seen computed for FRESH_S: `has_reached` says whether the engine's fence has reached a count.
+        Kept answers go before prompts, for which somebody is sure to come.
         """
         actions: list[Action] = []
-        for offered in self.unclaimed(now):
+        for offered in sorted(self.unclaimed(now), key=lambda each: not each.is_kept):
             if blocks <= 0:
                 break
             if offered.rendezvous in self._waiting or not has_reached(offered.fence):
@@ -334,6 +335,17 @@ class Sender:
             if now - offered.computed_by >= FRESH_S:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
+                actions += self._end_offer(offered, "reclaimed", reason, now)
+        return actions
+
+    def _make_room(self, latest: OpenOffer, most_blocks: int, now: float) -> list[Action]:
+        """End kept answers that nobody has asked for, oldest first, until all that are kept have so many blocks."""
+        kept = [each for each in self.offers.values() if each.is_kept and each.state is OfferState.OPEN]
+        excess, actions = sum(each.blocks for each in kept) - most_blocks, list[Action]()
+        for offered in self.unclaimed(now):
+            if excess > 0 and offered.is_kept and offered is not latest and offered.rendezvous not in self._waiting:
+                excess -= offered.blocks
+                reason = f"later answers are kept instead: {most_blocks} blocks at most"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
         return actions
 

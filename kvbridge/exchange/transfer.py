@@ -278,6 +278,7 @@ class OpenOffer:
     began: float = 0.0
     computed_by: float | None = None  # when its rows were first seen to be computed, while its engine lacked blocks
     hold_s: float = 0.0
+    is_kept: bool = False  # an answer's KV, for the next turn
 
     def grew(self, fence: int, tokens: int) -> None:
         """`tokens` are computed once the engine's fence reaches `fence`."""

@@ -93,7 +93,8 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
 
     With `prefixes` these are the KV of a prompt and its answer, kept for a request that goes on from there. The agents
-    that the agent fetches from are told (Keeps in peer.py), if their engines want to hear it.
+    that the agent fetches from are told (Keeps in peer.py), if their engines want to hear it. All kept answers may hold
+    `most_kept` blocks: the oldest that nobody has claimed make room for this one, by their Released (`reclaimed`).
     """
 
     number: Number
@@ -108,6 +109,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     first_token: Count = 0
     traceparent: Traceparent = ""
     prefixes: Prefixes = ()
+    most_kept: Positive | None = None
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -137,9 +139,9 @@ class NoOffer(Struct, frozen=True, kw_only=True, tag="no_offer"):
 class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
     """I am short of this many blocks. Repeated while I am.
 
-    The agent releases the oldest offers that nobody has claimed or waits for, until they hold as many: those that it
-    saw computed a quarter of a second ago or before, when it was told that I am short. Each of them is
-    answered by its Released (`reclaimed`); this message itself is not answered.
+    The agent releases offers that nobody has claimed or waits for, until they hold as many: kept answers before
+    prompts, the oldest first, and those only that it saw computed a quarter of a second ago or before, when it was told
+    that I am short. Each is answered by its Released (`reclaimed`); this message itself is not answered.
     """
 
     blocks: Positive

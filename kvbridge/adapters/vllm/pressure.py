@@ -7,7 +7,7 @@ While other requests wait for blocks, agents are asked to release the oldest pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -50,14 +50,9 @@ class KeptBlocks:
     def hold(self, request_id: str, ids: Iterable[int]) -> None:
         self._of[request_id] = tuple(ids)
 
-    def excess(self, share: float, tables: Iterable[Sequence[int]]) -> int | None:
-        """How many blocks too many would be kept with those of one more request, if this share of all may be.
-
-        None if that one's alone are too many.
-        """
-        new = sum(map(len, tables))
-        limit = int(share * self._pool.num_gpu_blocks) if self._pool is not None else 0
-        return max(0, new + sum(map(len, self._of.values())) - limit) if new <= limit else None
+    def most(self, share: float) -> int:
+        """So many blocks are this share of all."""
+        return 0 if self._pool is None else int(share * self._pool.num_gpu_blocks)
 
     def free(self, request_id: str) -> None:
         self._of.pop(request_id, None)

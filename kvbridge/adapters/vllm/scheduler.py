@@ -98,7 +98,7 @@ ROLL_CALL_S = 1.0  # how long a request waits for a new report
 # An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
 KEPT_KNOWN_S = 0.005
 KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than computing it
-KEPT_SHARE = 0.5  # of the blocks: if more are kept for others to fetch, the oldest are released
+KEPT_SHARE = 0.5  # of the blocks: if more hold kept answers, the oldest are released
 SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
@@ -684,11 +684,9 @@ class SchedulerSide:
         if not (is_full and self._has_agents and self._weights != UNNAMED) or self._is_paused:
             return 0
         tokens = request.num_tokens - self._last_tokens
-        found = prefixes(request, tokens)
-        if not found or (excess := self.held.excess(KEPT_SHARE, tables)) is None:
+        found, most_blocks = prefixes(request, tokens), self.held.most(KEPT_SHARE)
+        if not found or sum(map(len, tables)) > most_blocks:
             return 0
-        if excess:  # the oldest that nobody asks for make room
-            self._step.before.append(Reclaim(blocks=excess))
         ours = transfer_tables(self._cache, tables)
         blocks = self._tables.offered(ours, [0] * len(ours), tokens, None)
         offer = Offer(
@@ -700,6 +698,7 @@ class SchedulerSide:
             is_last=True,
             hold_s=self._options.return_s,
             prefixes=found,
+            most_kept=most_blocks,
         )
         self._step.after.append(offer)  # behind drafts that the GPU may still compute
         return offer.number

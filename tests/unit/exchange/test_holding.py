@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.engine import Held
 from kvbridge_proto.peer import Hold
+from msgspec.structs import replace
 
 from kvbridge.agent.status import offers
 from kvbridge.exchange.offers import AWAITED_S
@@ -12,6 +13,7 @@ from kvbridge.exchange.sender import FRESH_S, Sender
 from kvbridge.exchange.wants import HOLD_EVERY_S
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.halves import LEASE_S
+from tests.unit.exchange.network import offer_of
 from tests.unit.exchange.world import World
 from tests.unit.routes.test_verify import PromisingSender
 
@@ -166,6 +168,54 @@ def test_the_oldest_go_first_and_no_more_than_needed(world: World) -> None:
         world.now += 1
     assert reclaim(world, 17) == {"r0", "r1"}
     assert reclaim(world, 1, 0) == {"r2"}
+
+
+def keep(world: World, name: str, most_kept: int) -> None:
+    """An answer of 16 blocks is kept."""
+    offer = replace(offer_of(name, 64, 16), prefixes=(bytes(20),), most_kept=most_kept)
+    world.do(world.sender, world.sender.sending.offer(offer, world.sender.engine, world.now))
+
+
+def test_kept_answers_make_room_for_later_ones_and_prompts_stay(world: World) -> None:
+    world.offer("prompt", 64, 16)
+    for number in range(5):
+        keep(world, f"r{number}", most_kept=48)
+    assert set(world.released()) == {"r0", "r1"}
+
+
+def test_what_is_being_released_makes_room_once(world: World) -> None:
+    """The blocks of a kept answer that ended are read for a while yet: no other goes in its stead."""
+    world.hold.add("gather")
+    keep(world, "r", most_kept=32)
+    world.want("r", 64)
+    world.run()
+    world.do(world.sender, world.sender.sending.withdraw(number_of("r"), "no more", world.now))
+    for name in ("r1", "r2"):
+        keep(world, name, most_kept=32)
+    assert not world.released(), "one is still read, and two are as many as may be kept"
+    keep(world, "r3", most_kept=32)
+    assert set(world.released()) == {"r1"}
+    world.go_on()
+
+
+def test_a_kept_answer_that_is_claimed_is_left(world: World) -> None:
+    world.hold.add("gather")
+    keep(world, "r", most_kept=16)
+    world.want("r", 64)
+    world.run()
+    keep(world, "r1", most_kept=16)
+    assert not world.released()
+    world.withdraw("r1")
+    world.go_on()
+    world.check_done("r")
+
+
+def test_an_engine_that_is_short_of_blocks_gets_those_of_kept_answers_first(world: World) -> None:
+    world.offer("prompt", 64, 16)
+    world.now += 1
+    keep(world, "r", most_kept=100)
+    assert reclaim(world, 1) == {"r"}
+    assert reclaim(world, 1) == {"prompt"}
 
 
 def test_an_offer_that_has_only_just_been_computed_is_left(world: World) -> None:
