@@ -14,7 +14,7 @@ import msgspec
 
 from testing.nursery import HERE, PipedChild, Place
 
-SAID_S = 60.0
+SAID_S = 120.0
 
 
 class EngineProcess(PipedChild):

@@ -26,7 +26,7 @@ from testing.path_relay import enter_network
 DEVICE = path_relay.DEVICE.decode()
 ROOT = Path(__file__).parents[1]
 UNSHARE = ("unshare", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
-START_S = 20.0
+START_S = 180.0
 # What a host has instead of the machine's: its own processes, its own network devices, and another boot id.
 OWN = """
 mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount --bind "$1" /proc/sys/kernel/random/boot_id &&

@@ -105,7 +105,7 @@ class Child:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-        assert self.is_dead(10.0), f"{self.pid} does not die"
+        assert self.is_dead(60.0), f"{self.pid} does not die"
 
     def end(self, seconds: float = 10.0) -> None:
         """Ask it to end, even if it is stopped. Kill it if it does not."""

@@ -30,7 +30,7 @@ from tests.system.test_prometheus import EngineOfProxy, complete
 BIN = Path(sys.executable).parent
 IN_PATH = f"PATH={BIN}:$PATH\n"
 CONFIGURATION = "/etc/kvbridge"
-RUN_S = 60
+RUN_S = 180
 PAIRS = {  # a page with commands for GPUs, and the one that says what to set on CPUs
     "README.md": "docs/vllm.md",
     "docs/sglang.md": "docs/sglang.md",
@@ -143,7 +143,7 @@ def test_the_proxy_serves_with_the_engines_that_are_shown(tmp_path: Path) -> Non
 # An engine that is taken off the proxy, with a real one:
 
 
-START_S = 60.0
+START_S = 180.0
 
 
 class SlowEngine(EngineOfProxy):

@@ -41,8 +41,10 @@ from kvbridge_proto.engine import (
 )
 from msgspec.structs import replace
 
+from kvbridge.adapters.engine import conversation
+from kvbridge.adapters.engine import link as links
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
+from kvbridge.adapters.engine.conversation import DETACH_S, GRACE_S, Conversation, Ended
 from kvbridge.adapters.engine.link import ATTACH_RETRY_S
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
@@ -540,47 +542,59 @@ def timed(talk: Talk, *requests: str) -> float:
     return time.monotonic() - began
 
 
+LONG_READERS_S = 100.0  # who waits for readers so long is seen on the busiest machine
+
+
+@pytest.fixture
+def long_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (conversation, links):
+        monkeypatch.setattr(module, "READERS_S", LONG_READERS_S)
+
+
+@pytest.mark.usefixtures("long_readers")
 def test_waits_for_readers_until_the_agent_says_that_there_are_none(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(OFFER)
     talk.engine.offer(called("goes on", OFFER))
     talk.engine.withdraw(ONE, "preempted")
     agent.is_answering_withdrawals = True
     with agent.alive():
-        assert timed(talk, "r", "nobody") < 0.5
+        assert timed(talk, "r", "nobody") < LONG_READERS_S / 2
     assert talk.engine.turn() == [Ended(ONE, "r", "offer", "withdrawn")] and talk.engine.is_open(number_of("goes on"))
 
 
 @pytest.mark.proves("G13")
 @pytest.mark.parametrize(
-    ("loss", "least_s", "most_s"),
-    [
-        ("silent", READERS_S, 2 * READERS_S),
-        ("given up", 0.9 * READERS_S, 1.8 * READERS_S),
-        ("given up half a second ago", 0.2 * READERS_S, 0.9 * READERS_S),
-        ("killed", 0, 0.5),
-        ("let go", 0, 0.5),
-        ("let go, and another has come", 0, 0.5),
-        ("away", 0, 0.5),
-    ],
+    ("loss", "least_s"), [("silent", READERS_S), ("given up", 0.9 * READERS_S), ("given up before", 0.9 * READERS_S)]
 )
-def test_waits_for_readers_whatever_became_of_the_agent(
-    talk: Talk, agent: FakeAgent, loss: str, least_s: float, most_s: float
+def test_waits_for_readers_of_an_agent_that_may_still_read(
+    talk: Talk, agent: FakeAgent, loss: str, least_s: float
 ) -> None:
     talk.engine.offer(OFFER)
+    began = time.monotonic()
     if loss.startswith("given up"):
         talk.engine.give_up("for a reason of its own")
-    elif loss == "killed":
-        agent.hang_up()
-    elif loss != "silent":
-        agent.let_go()
-    if loss == "given up half a second ago":
+    if loss == "given up before":
         time.sleep(READERS_S / 2)
-    elif loss == "away":
+    talk.engine.wait_for_readers([ONE])
+    assert time.monotonic() - began >= least_s
+    assert not talk.engine.is_open(ONE)
+
+
+@pytest.mark.proves("G13")
+@pytest.mark.usefixtures("long_readers")
+@pytest.mark.parametrize("loss", ["killed", "let go", "let go, and another has come", "away"])
+def test_waits_for_no_readers_once_the_agent_reads_nothing(talk: Talk, agent: FakeAgent, loss: str) -> None:
+    talk.engine.offer(OFFER)
+    if loss == "killed":
+        agent.hang_up()
+    else:
+        agent.let_go()
+    if loss == "away":
         talk.engine.turn()
         assert talk.link.state is LinkState.DETACHED
     elif loss.endswith("has come"):
         talk.attach_unheard(agent)
-    assert least_s <= timed(talk, "r") < most_s
+    assert timed(talk, "r") < LONG_READERS_S / 2
     assert not talk.engine.is_open(ONE)
 
 
@@ -593,11 +607,12 @@ def test_waits_for_readers_from_when_the_agent_could_hear_of_it(
     while talk.link.client.is_all_sent:
         talk.link.send(Withdraw(number=1, reason="x" * 1000))
     talk.engine.withdraw(ONE, "preempted")
-    timer = threading.Timer(hears_at_s or 0, agent.pump)
+    timer, began = threading.Timer(hears_at_s or 0, agent.pump), time.monotonic()
     if hears_at_s is not None:
         timer.start()
+    talk.engine.wait_for_readers([ONE])
     expected_s = READERS_S + (READERS_S if hears_at_s is None else hears_at_s)
-    assert expected_s - 0.05 <= timed(talk, "r") < expected_s + 1.5  # a busy machine may wake us late
+    assert time.monotonic() - began >= expected_s - 0.05
     assert talk.engine.attached is None and not talk.engine.is_open(ONE)
 
 
@@ -607,8 +622,8 @@ def test_says_whether_there_is_anything_to_wait_for_and_wakes_when_it_comes(talk
     assert talk.engine.is_waiting
     agent.say(Done(number=ONE, request="r", moved_bytes=0, seconds=0))
     began = time.monotonic()
-    talk.engine.rest(5)
-    assert time.monotonic() - began < 1
+    talk.engine.rest(100)
+    assert time.monotonic() - began < 50
     talk.engine.want(called("goes on", WANT))
     talk.engine._listen()
     assert not talk.engine.is_waiting, "there is news"
@@ -632,7 +647,7 @@ def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, wh
     with agent.alive() if agent is not None else contextlib.nullcontext():
         began = time.monotonic()
         talk.engine.detach()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < DETACH_S / 2
     assert agent is None or agent._engine is None
     asked = [] if agent is None or when == "asking" else ["o", "r"]
     assert [ended.request for ended in talk.engine.turn() if isinstance(ended, Ended)] == asked
@@ -656,9 +671,9 @@ def test_detaching_from_a_stopped_agent_fails_in_time_and_the_memory_stays(tmp_p
     with real_agent(tmp_path, "a", device="cpu") as running, contextlib.ExitStack() as stack:
         engine = Conversation(EngineClient(running.socket), memory, logging.getLogger("test"))
         stack.callback(engine.close)
-        assert engine.start(20)
+        assert engine.start(120)
         running.process.send_signal(signal.SIGSTOP)
-        assert running.process.is_stopped(10)
+        assert running.process.is_stopped(60)
         with pytest.raises(EngineError, match="has not let go of our memory") as caught:
             engine.detach(0.5)
         assert caught.value.code == "not_let_go" and not engine._link.is_over
@@ -685,7 +700,7 @@ def test_no_agent_is_attached_to_while_the_memory_goes_away(
     detaching = threading.Thread(target=talk.engine.detach, daemon=True)
     with agent.alive():
         detaching.start()
-        detaching.join(10)
+        detaching.join(60)
     assert not detaching.is_alive() and agent._engine is None and talk.engine.attached is None
 
 

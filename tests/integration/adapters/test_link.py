@@ -312,7 +312,7 @@ def test_a_refusal_that_will_not_pass_ends_the_start_and_is_tried_rarely(
     agent.refusal = Refused(code=code, reasons=("because",))
     begun = time.monotonic()
     with agent.alive():
-        assert not link.start(20.0) and time.monotonic() - begun < 5
+        assert not link.start(200.0) and time.monotonic() - begun < 100
     for _ in range(300):
         clock.now += 1
         link.turn()
@@ -331,13 +331,13 @@ def test_a_start_waits_for_an_agent_that_is_slow_to_come_and_for_a_refusal_to_pa
     def pass_by() -> None:
         time.sleep(0.2)
         away.rename(agent.path)
-        wait_for(lambda: bool(agent.attaches), 5.0)
+        wait_for(lambda: bool(agent.attaches))
         agent.refusal = None
 
     thread = threading.Thread(target=pass_by)
     with agent.alive():
         thread.start()
-        assert link.start(20.0) and len(agent.attaches) > 1 and link.address == agent.address
+        assert link.start(120.0) and len(agent.attaches) > 1 and link.address == agent.address
     thread.join()
     link.close()
 
@@ -352,7 +352,7 @@ def test_what_keeps_attach_from_being_sent_is_said_at_once(
 ) -> None:
     link = link_to(agent.path, clock, fds)
     begun = time.monotonic()
-    assert not link.start(20.0) and time.monotonic() - begun < 5
+    assert not link.start(200.0) and time.monotonic() - begun < 100
     link.close()
     (record,) = caplog.records
     assert "attach cannot be sent" in record.getMessage() and reason in record.getMessage()
@@ -370,13 +370,13 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
     link = link_to(agent.path, first=lambda: [directory])
     caplog.set_level(logging.INFO)
     with agent.alive():
-        assert link.start(10.0)
+        assert link.start(120.0)
     agent.die()
-    wait_for(lambda: "lost the agent" in caplog.text, 1.0)
+    wait_for(lambda: "lost the agent" in caplog.text)
     time.sleep(2.5)
     successor = FakeAgent(agent.path)
     with successor.alive():
-        wait_for(lambda: successor.heard == [directory], 3.0)
+        wait_for(lambda: successor.heard == [directory])
     assert caplog.text.count("kvbridge: attached to") == 2
     assert isinstance(link.turn()[-1], Over) and link.is_attached
     link.close()
@@ -384,7 +384,7 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
 
 def test_an_idle_link_costs_next_to_nothing(link: AgentLink, agent: FakeAgent) -> None:
     with agent.alive():
-        assert link.start(10.0)
+        assert link.start(120.0)
     begun = time.process_time()
     time.sleep(2.0)
     attached_s, begun = time.process_time() - begun, time.process_time()
@@ -401,7 +401,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     """It is told once, with its cause, and tried again a second later, not at once."""
     link = link_to(agent.path)
     with agent.alive():
-        assert link.start(10.0)
+        assert link.start(120.0)
     tries, reconnect = [0.0], link.client.reconnect
 
     def fail() -> bool:
@@ -414,7 +414,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     agent.die()
     successor = FakeAgent(agent.path)
     with successor.alive():
-        wait_for(lambda: len(tries) > 3 and link.state is LinkState.ATTACHED, 10.0)
+        wait_for(lambda: len(tries) > 3 and link.state is LinkState.ATTACHED)
     link.close()
     assert all(later - earlier > 0.9 for earlier, later in pairwise(tries))
     (record,) = [record for record in caplog.records if "nobody expects" in record.getMessage()]
@@ -443,8 +443,8 @@ def test_what_the_links_thread_has_heard_keeps_no_step_waiting(link: AgentLink, 
     agent.say(DONE)
     link._look()  # as the thread, between an engine's `turn` and its `rest`
     begun = time.monotonic()
-    link.rest(READERS_S)
-    assert time.monotonic() - begun < READERS_S / 2 and link.turn() == [DONE]
+    link.rest(100.0)
+    assert time.monotonic() - begun < 50 and link.turn() == [DONE]
 
 
 def test_the_links_thread_takes_nothing_that_an_engine_rests_for(
@@ -452,14 +452,14 @@ def test_the_links_thread_takes_nothing_that_an_engine_rests_for(
 ) -> None:
     attach(link, agent)
     driven: list[None] = []
-    engine = threading.Thread(target=link.rest, args=(10.0,))
+    engine = threading.Thread(target=link.rest, args=(120.0,))
     with monkeypatch.context() as patch:
         patch.setattr(link, "_drive", lambda: driven.append(None))
         engine.start()
-        time.sleep(0.1)
+        wait_for(lambda: link._is_resting)
         assert 0 < link._look() < 0.1
         agent.say(DONE)
-        engine.join(5.0)
+        engine.join(60.0)
         assert not engine.is_alive() and not driven
         assert not link._look() and driven, "and looks again once the engine goes on"
     assert link.turn() == [DONE]
@@ -547,13 +547,13 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
             self.lock.release()
             if not second.is_alive() and not is_held.is_set():
                 second.start()
-                assert is_held.wait(5.0)
+                assert is_held.wait(60.0)
 
     def fork() -> None:
         try:
             hooks["before"]()
             is_held.set()
-            assert may_go_on.wait(5.0)
+            assert may_go_on.wait(60.0)
             hooks["after_in_parent"]()
         except BaseException as error:
             failed.append(error)
@@ -563,8 +563,8 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
     hooks["before"]()
     hooks["after_in_parent"]()
     may_go_on.set()
-    second.join(5.0)
-    assert not failed and link.lock.acquire(timeout=1.0), "nobody holds it any more"
+    second.join(120.0)
+    assert not failed and link.lock.acquire(timeout=60.0), "nobody holds it any more"
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:

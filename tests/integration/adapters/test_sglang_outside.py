@@ -298,7 +298,7 @@ def served(sglang: None) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = KVBridgeBootstrapServer("127.0.0.1", port)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while True:
         try:
             requests.get(f"http://127.0.0.1:{port}/health", timeout=60)

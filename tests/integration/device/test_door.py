@@ -111,7 +111,7 @@ async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
             assert sender.ask("end") == "ended" and sender.ask("importers") == "1 importers"
             assert await handed.ending() == "the engine leaves"
         handed.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while sender.ask("importers") != "0 importers":  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
         assert sender.ask("ticket") == "none"

@@ -55,7 +55,7 @@ def test_another_process_sees_the_mark_and_what_was_written_before_it() -> None:
             assert os.pread(memory, 1, 0)[0] == count + 76
             assert engine.stdout.readline() == f"{count}\n"
         engine.kill()
-        engine.wait(10)
+        engine.wait(60)
         assert page.reached(2) and not page.reached(3)  # a dead engine's page still says how far it came
         page.close()
     os.close(memory)

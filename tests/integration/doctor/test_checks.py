@@ -50,7 +50,7 @@ def subject(folder: Path, address: str = "", prove_route: bool = False, **option
 
 
 def doctor(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return kvbridge("doctor", *arguments, timeout_s=120, **environment)
+    return kvbridge("doctor", *arguments, timeout_s=240, **environment)
 
 
 def test_every_check_has_its_anchor_and_every_anchor_its_check() -> None:

@@ -64,8 +64,8 @@ def test_a_peer_whose_descriptor_was_changed_writes_no_more_than_was_registered(
         assert told.count(registered) == 1
         us.ask("connect", incarnation="them", descriptor=told.replace(registered, struct.pack("<Q", page)).hex())
         us.ask("fill", offset=0, size=16, byte=0x5A)
-        us.ask("write", incarnation="them", offset=0, remote=page, size=16, notice="n", deadline_s=10)
-        us.ask("watch", for_s=30.0, until="wrote")
+        us.ask("write", incarnation="them", offset=0, remote=page, size=16, notice="n", deadline_s=60)
+        us.ask("watch", for_s=60.0, until="wrote")
         assert them.ask("read_unregistered") == bytes(16).hex()
 
 
@@ -74,7 +74,7 @@ def test_a_stranger_at_the_port_of_the_data_ends_nobody() -> None:
     greeting, put = struct.pack("<Q", 0xCAFEBABE12345678), 33  # uct/tcp/tcp.h: UCT_TCP_MAGIC_NUMBER, a write's request
     with Remote("them") as them, socket.create_connection(port_of(them.pid), 5) as stranger:
         stranger.sendall(greeting + struct.pack("<BI", put, 20) + struct.pack("<QQI", 1, 64, 1) + bytes(64))
-        end, maps = time.monotonic() + 10.0, Path(f"/proc/{them.pid}/maps")
+        end, maps = time.monotonic() + 60.0, Path(f"/proc/{them.pid}/maps")
         while time.monotonic() < end:
             assert maps.read_text(), "it died"  # a zombie maps nothing
             time.sleep(0.05)

@@ -34,7 +34,7 @@ ABSURD = 450  # messages of each engine
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Bench(tmp_path_factory.mktemp("live"), stack, connect_s=3, silence_s=2)
+        yield Bench(tmp_path_factory.mktemp("live"), stack, connect_s=10, silence_s=10)
 
 
 class Attacker:
@@ -102,7 +102,7 @@ class Attacker:
     def fire_at_socket(self, connections: int) -> None:
         for _ in range(connections):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-                link.settimeout(30)
+                link.settimeout(60)
                 link.connect(str(self.agent.socket))
                 stream = streamed(self.random, self.good, self.messages)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -134,7 +134,7 @@ def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Bench, door
     at_rest(pair.sender.agent, before)
     warm = resident_bytes(pair.sender.agent.process.pid)
     fire(ROUNDS)
-    assert at_rest(pair.sender.agent, before) <= before
+    assert at_rest(pair.sender.agent, before, 100) <= before
     grown = resident_bytes(pair.sender.agent.process.pid) - warm
     assert grown < GROWN_BYTES, f"{grown} bytes more after {ROUNDS} connections"
     pair.works(f"after {door}")

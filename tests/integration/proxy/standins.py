@@ -16,7 +16,7 @@ from kvbridge.proxy.bodies import MESSAGES, PATHS, RESPONSES
 from kvbridge.proxy.fleet import Backend, Fleet, Role, Waits, read_engine
 from kvbridge.proxy.server import serving
 
-WAITS = Waits(prefill_s=3, answer_s=3, connect_s=1, health_every_s=0.05, health_s=0.5, client_s=3)
+WAITS = Waits(prefill_s=60, answer_s=60, connect_s=10, health_every_s=0.05, health_s=5, client_s=60)
 PROMPT = [1, 2, 3, 4]
 TOKENS = [7, 8, 9]
 AGENT = {"remote_host": "10.0.0.5", "remote_port": 7700, "remote_key": "KEY"}
@@ -233,7 +233,13 @@ class World:
         async with self.http.get(self.url + "/metrics") as answer:
             return await answer.text()
 
-    async def until(self, holds: Callable[[], bool], within_s: float = 3.0) -> None:
+    async def shows(self, text: str, within_s: float = 60.0) -> None:
+        """Until the metrics have it."""
+        async with asyncio.timeout(within_s):
+            while text not in await self.metrics():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def until(self, holds: Callable[[], bool], within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while not holds():  # noqa: ASYNC110 - what is waited for knows no events
                 await asyncio.sleep(0.01)

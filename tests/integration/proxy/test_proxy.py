@@ -247,7 +247,7 @@ async def test_a_failed_prefill_is_tried_elsewhere_in_another_room(kinds: str, i
 
 async def _slowly(is_stuck: bool) -> None:
     if is_stuck:
-        await asyncio.sleep(5)
+        await asyncio.Event().wait()
 
 
 async def _until(event: asyncio.Event) -> None:
@@ -273,12 +273,12 @@ async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) 
             each.act = lambda request, body: _status(422)
         if role == "prefill":
             w.decode.act = lambda request, body: _until(asyncio.Event())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(50):  # less than answer_s
             status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer) == (422, {"error": {"message": "no", "code": 422}})
         assert sum(len(each.got) for each in w.all("prefill")) == 1
         # A decode leg that waits for this prefill is ended: nothing will be offered for it.
-        await w.until(lambda: w.decode.left == len(w.decode.got) or role == "decode", 10.0)
+        await w.until(lambda: w.decode.left == len(w.decode.got) or role == "decode")
 
 
 async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> None:
@@ -362,39 +362,36 @@ async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_str
             w.prefill.act = lambda request, body: _slowly(True)
         w.decode.act = lambda request, body: stream(request, [CUT] * 100, pause_s=0.05) if is_stream else _slowly(True)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION | {"stream": is_stream}))
-        await asyncio.wait_for(w.decode.busy.wait(), 3)
+        await asyncio.wait_for(w.decode.busy.wait(), 60)
         await asyncio.sleep(0.1)
         asking.cancel()
         slow = [w.decode] + ([w.prefill] if pair[0] == "sglang" else [])
-        await w.until(lambda: all(each.left == 1 for each in slow), 2.0)
-        await asyncio.sleep(0.05)
-        assert 'outcome="client_left",path="/v1/completions"} 1.0' in await w.metrics()
+        await w.until(lambda: all(each.left == 1 for each in slow))
+        await w.shows('outcome="client_left",path="/v1/completions"} 1.0')
 
 
 async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
     async with world("vllm", "sglang") as w:
         w.prefill.act = lambda request, body: _slowly(True)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION))
-        await asyncio.wait_for(w.prefill.busy.wait(), 3)
+        await asyncio.wait_for(w.prefill.busy.wait(), 60)
         asking.cancel()
-        await w.until(lambda: w.prefill.left == 1, 2.0)
+        await w.until(lambda: w.prefill.left == 1)
         assert not w.decode.got
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_an_engine_that_is_not_well_gets_nothing_until_it_is(hangs: bool) -> None:
-    async with world("vllm,vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
+    async with world("vllm,vllm", "vllm", replace(WAITS, health_s=0.5)) as w:
         sick, well = w.all("prefill")
         sick.is_healthy, sick.hangs_until = hangs, asyncio.Event() if hangs else None
-        gauge = f'kvbridge_proxy_engine_healthy{{engine="{named(sick)}",role="prefill"}} 0.0'
-        async with asyncio.timeout(10):
-            while gauge not in await w.metrics():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        gauge = f'kvbridge_proxy_engine_healthy{{engine="{named(sick)}",role="prefill"}}'
+        await w.shows(f"{gauge} 0.0")
         for _ in range(4):
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(sick.got), len(well.got)) == (0, 4)
         sick.is_healthy, sick.hangs_until = True, None
-        await asyncio.sleep(0.4)
+        await w.shows(f"{gauge} 1.0")
         for _ in range(4):
             await w.ask("/v1/completions", COMPLETION)
         assert (len(sick.got), len(well.got)) == (2, 6)
@@ -404,8 +401,9 @@ async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -
     async with world("vllm", "vllm") as w:
         async with w.http.get(w.url + "/health") as answer:
             assert answer.status == 200
+        (engine,) = w.fleet.healthy(Role.DECODE)
         w.decode.is_healthy = False
-        await asyncio.sleep(0.3)
+        await w.until(lambda: not engine.is_healthy)
         async with w.http.get(w.url + "/health") as answer:
             assert answer.status == 503
         status, answer = await w.ask("/v1/completions", COMPLETION)
@@ -511,7 +509,7 @@ async def test_a_body_that_does_not_come_whole_harms_nobody(
         place = w.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(place[0], int(place[1]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + raw)
-        said = await asyncio.wait_for(reader.readline(), 3)
+        said = await asyncio.wait_for(reader.readline(), 60)
         assert f" {status} ".encode() in said, said
         writer.close()
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
@@ -524,7 +522,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
         large = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": "", "finish_reason": None}]}
         w.decode.act = lambda request, body: stream(request, [large] * 64)
         async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"stream": True}):
-            await w.until(lambda: w.decode.left == 1, 5.0)
+            await w.until(lambda: w.decode.left == 1)
 
 
 async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
@@ -536,8 +534,8 @@ async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has(
         before = {each.url: each for each in w.fleet.healthy(Role.DECODE)}
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(2)]
-            await asyncio.wait_for(leaving.busy.wait(), 3)
-            await asyncio.wait_for(staying.busy.wait(), 3)
+            await asyncio.wait_for(leaving.busy.wait(), 60)
+            await asyncio.wait_for(staying.busy.wait(), 60)
             w.fleet.replace([prefill, before[staying.url]])
             staying.act = None
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
@@ -706,7 +704,7 @@ def anew(w: World) -> dict[Role, Backend]:
 @pytest.mark.parametrize(("late", "other"), [tuple(Role), tuple(Role)[::-1]])
 async def test_an_engine_is_waited_for_until_its_first_check(late: Role, other: Role, has_fallback: bool) -> None:
     """SGLang answers it after a second. Without a wait vLLM would compute the prompt itself, or nobody."""
-    async with world("sglang", "vllm", replace(WAITS, health_s=10), has_fallback=has_fallback) as w:
+    async with world("sglang", "vllm", replace(WAITS, health_s=60), has_fallback=has_fallback) as w:
         (engine,) = w.all(late)
         engine.hangs_until = asyncio.Event()
         engines = anew(w)
@@ -719,7 +717,7 @@ async def test_an_engine_is_waited_for_until_its_first_check(late: Role, other: 
 
 
 async def test_an_engine_that_does_not_answer_its_first_check_is_not_waited_for_longer() -> None:
-    async with world("sglang", "vllm", replace(WAITS, health_s=0.2)) as w:
+    async with world("sglang", "vllm", replace(WAITS, health_s=1)) as w:
         w.prefill.hangs_until = asyncio.Event()
         engines = anew(w)
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
@@ -758,7 +756,7 @@ async def test_what_the_proxy_answers_503_and_whom_it_kept_waiting_is_in_the_log
     async with world("vllm", "vllm", replace(WAITS, patient_s=0.1), has_fallback=False) as w:
         w.decode.act = lambda request, body: _slowly(True)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION, headers=TRACE))
-        await asyncio.wait_for(w.decode.busy.wait(), 3)
+        await asyncio.wait_for(w.decode.busy.wait(), 60)
         await asyncio.sleep(0.2)
         asking.cancel()
         await w.until(lambda: "client_left: " in caplog.text)
@@ -784,7 +782,7 @@ async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
         w.fleet.replace([prefill, *(each for each in w.fleet.healthy(Role.DECODE) if each.url == staying.url)])
         w.fleet.failed(LegFailed(gone, "unreachable", "a request under way failed"))
         assert f'engine_healthy{{engine="{named(leaving)}"' not in await w.metrics(), "an alert would fire"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while named(leaving) in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert named(staying) in await w.metrics()
@@ -792,7 +790,7 @@ async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
 
 async def test_one_slow_check_does_not_drop_the_only_engine_and_three_do(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with world("vllm", "vllm", replace(WAITS, health_s=0.2), has_fallback=False) as w:
+    async with world("vllm", "vllm", replace(WAITS, health_s=1), has_fallback=False) as w:
         (engine,) = w.fleet.healthy(Role.PREFILL)
         w.prefill.hangs_until = asyncio.Event()
         await w.until(lambda: engine.is_slow)
@@ -801,11 +799,11 @@ async def test_one_slow_check_does_not_drop_the_only_engine_and_three_do(caplog:
         await w.until(lambda: not engine.is_slow)
         assert engine.is_healthy and "gets no requests" not in caplog.text
         w.prefill.hangs_until = asyncio.Event()
-        await w.until(lambda: not engine.is_healthy, 10)
-        assert "did not answer within 0.2 s, 3 times" in caplog.text
+        await w.until(lambda: not engine.is_healthy)
+        assert "did not answer within 1 s, 3 times" in caplog.text
         w.prefill.hangs_until.set()
         w.prefill.hangs_until = None
-        await w.until(lambda: engine.is_healthy, 10)
+        await w.until(lambda: engine.is_healthy)
 
 
 async def test_a_stall_of_the_proxy_is_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -847,7 +845,7 @@ async def test_a_body_for_which_there_is_no_room_is_refused_and_small_ones_are_n
         w.decode.act = lambda request, body: _until(gate)
         large = COMPLETION | {"prompt": "x" * (5 << 19)}
         first = asyncio.create_task(w.ask("/v1/completions", large))
-        await asyncio.wait_for(w.decode.busy.wait(), 5)
+        await asyncio.wait_for(w.decode.busy.wait(), 60)
         status, answer = await w.ask("/v1/completions", large)
         assert (status, answer["error"]["code"]) == (503, "busy")
         gate.set()
@@ -898,8 +896,7 @@ async def test_no_more_is_asked_of_engines_at_once_than_there_are_descriptors_fo
 async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    waits = replace(WAITS, answer_s=20, client_s=20)
-    async with world("vllm", "vllm", waits, limits=ProxyLimits(connections=2)) as w:
+    async with world("vllm", "vllm", limits=ProxyLimits(connections=2)) as w:
         gate = asyncio.Event()
         w.decode.act = lambda request, body: _until(gate)
         idle, _ = await asyncio.open_connection(*w.place)
@@ -908,9 +905,9 @@ async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room(
             asking.append(asyncio.create_task(w.ask("/v1/completions", COMPLETION)))
             await w.until(lambda count=count: len(w.decode.got) == count)
         with suppress(ConnectionResetError):
-            assert await asyncio.wait_for(idle.read(), 5) == b""
+            assert await asyncio.wait_for(idle.read(), 50) == b""
         reader, writer = await asyncio.open_connection(*w.place)
-        said = await asyncio.wait_for(reader.read(), 5)
+        said = await asyncio.wait_for(reader.read(), 50)
         assert said.startswith(b"HTTP/1.1 503 ") and b'"code": "busy"' in said
         assert "answered 503: all 2 connections" in caplog.text
         writer.close()
@@ -926,7 +923,7 @@ async def test_a_connection_without_a_whole_head_is_closed(sent: bytes) -> None:
     async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
         reader, writer = await asyncio.open_connection(*w.place)
         writer.write(sent)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 50) == b""
         writer.close()
 
 

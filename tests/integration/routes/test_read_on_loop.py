@@ -114,7 +114,7 @@ def read(
 
 
 async def until(happened: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not happened():  # noqa: ASYNC110 - the thread tells nobody
             await asyncio.sleep(0.001)
 
@@ -267,7 +267,7 @@ async def test_a_loop_that_hangs_in_the_turn_ends_the_process(copier: Threads, e
         raise RuntimeError(reason)
 
     async with serving(copier, ears, stuck_s=0.25, end=end) as data_plane:
-        assert data_plane._turn.acquire(timeout=5)
+        assert data_plane._turn.acquire(timeout=60)
         data_plane.close_peer(("nobody", 1, ""))  # wakes the thread
         assert said.wait(60)
         await until(lambda: ears.died)

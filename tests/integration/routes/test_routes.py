@@ -277,7 +277,7 @@ async def test_a_peers_memory_is_unmapped_once_no_pull_reads_it_any_more(stack: 
         await data_plane._call(lambda: None)  # the thread is through with what came before
         assert copier.sender is not None and not closed.is_set() and mapped(os.getpid(), inode) > before
         copier.go_on.set()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 60)
         assert mapped(os.getpid(), inode) == before
 
 
@@ -311,7 +311,7 @@ class Slow(CpuBlockCopier):
 
     def warm(self, pool: object, part: object, slot: object) -> None:
         self.warmed.append(pool)
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
 
 
 @pytest.mark.proves("G19")

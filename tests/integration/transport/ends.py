@@ -60,7 +60,7 @@ async def heard_by(uid: int, path: Path, *said: str, gid: int = 65534) -> bytes:
     """What a process of this user is told at the socket, if anything is, when it says these bytes."""
     command = ["/usr/bin/env", "python3", "-c", SPEAKER, str(path), *said]
     became = {"user": uid, "group": gid, "extra_groups": ()}
-    ran = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, timeout=20, **became)
+    ran = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, timeout=60, **became)
     return ran.stdout
 
 

@@ -21,6 +21,7 @@ from kvbridge.transport.link import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
 from testing.proc import resident_bytes
+from testing.waiting import wait_for
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, envelope, two
 
 pytestmark = pytest.mark.proves("G23")
@@ -79,7 +80,7 @@ async def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_
 async def test_a_server_that_has_another_key_than_it_should_hears_nothing() -> None:
     """Somebody has taken the address: what we would have said stays with us."""
     ours, server, impostor = pairs(3)
-    async with two(trust(ours, sender=server), trust(impostor, anybody=ours), settings=QUICK) as (
+    async with two(trust(ours, sender=server), trust(impostor, anybody=ours), settings=Settings(connect_s=3.0)) as (
         receiver,
         heard,
         sender,
@@ -232,7 +233,7 @@ async def test_memory_is_bounded_under_a_flood(kind: str) -> None:
             end = time.monotonic() + FLOOD_S
             frame = b"\x91" * (4 << 20)
             link.send(cancel("t"))
-            while time.monotonic() < end or not answered:
+            while time.monotonic() < end or answered <= 3:
                 with contextlib.suppress(zmq.Again):
                     dealer.send(frame, zmq.NOBLOCK, copy=False)
                     sent += 1
@@ -245,7 +246,6 @@ async def test_memory_is_bounded_under_a_flood(kind: str) -> None:
                     link.send(cancel("t"))
                 assert receiver.links == [link]
                 most = max(most, resident_bytes() - before)
-            assert answered > 3
             assert (sender.rejected["frame_too_deep"] + sender.rejected["frame_malformed"] > 0) == (kind == "allowed")
             assert most < FLOOD_BYTES, f"{most >> 20} MiB more after {sent} frames"
 
@@ -261,9 +261,10 @@ async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read() -> None:
             frame = bytes(1 << 20)
             for _ in range(900):
                 dealer.send(frame, copy=False)
-            time.sleep(2)  # noqa: ASYNC251  the loop is held up on purpose
+            wait_for(lambda: resident_bytes() - before > 8 << 20)  # the loop is held up on purpose
+            time.sleep(2)  # noqa: ASYNC251
             more = resident_bytes() - before
-            assert (8 << 20) < more < (160 << 20), f"{more >> 20} MiB more"
+            assert more < (160 << 20), f"{more >> 20} MiB more"
 
 
 def test_buckets_fill_again_and_forget_the_oldest() -> None:

@@ -15,13 +15,14 @@ from kvbridge.transport.sockets import INCOMING_MESSAGES
 from tests.integration.fuzz.zmtp import COMMAND, frame, greeting, ready
 
 AGENT = """
-import asyncio, time
+import asyncio, sys
 from kvbridge.transport.control import Control, Settings
 async def main():
     async with Control("incarnation", "tcp://127.0.0.1:0", settings=Settings(silence_s=3)) as control:
         print(control.address, flush=True)
-        await asyncio.sleep(0.7)
-        time.sleep(2.5)  # too busy to read
+        await asyncio.to_thread(sys.stdin.readline)
+        print("busy", flush=True)
+        sys.stdin.readline()  # too busy to read
         await asyncio.sleep(1.0)
         print("alive", flush=True)
 asyncio.run(main())
@@ -32,22 +33,25 @@ PING = frame(b"\x04PING" + struct.pack(">H", 50), COMMAND)
 def beset(what: bytes) -> tuple[int, str, str]:
     """How an agent ends that got all this and a reset while it was busy."""
     command = [sys.executable, "-c", AGENT]
-    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    agent = subprocess.Popen(command, **streams, text=True, bufsize=1)
     try:
-        assert agent.stdout is not None
+        assert agent.stdin is not None and agent.stdout is not None
         host, _, port = agent.stdout.readline().strip().removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), 5) as peer:
             peer.sendall(greeting())
             time.sleep(0.2)
             peer.sendall(ready())
-            time.sleep(0.8)  # now it is busy
+            time.sleep(0.2)
+            agent.stdin.write("\n")
+            assert agent.stdout.readline() == "busy\n"
             peer.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 for _ in range(100):
                     peer.send(what)
             time.sleep(0.2)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        told, said = agent.communicate(timeout=200)
+        told, said = agent.communicate("\n", timeout=200)
         return agent.returncode, told, said
     finally:
         agent.kill()
@@ -61,5 +65,6 @@ def test_a_peer_that_is_reset_while_its_queue_is_full_ends_nobody() -> None:
 
 @pytest.mark.xfail(strict=True, reason="libzmq 4.3.5 asserts that a reset connection has no heartbeat to be answered")
 def test_nor_does_one_that_asks_for_heartbeats_no_agent_of_ours_does() -> None:
-    code, told, said = beset(frame(b"x") * 4 * INCOMING_MESSAGES + PING * 20)
-    assert (code, told) == (0, "alive\n"), said
+    for _ in range(5):  # on a busy machine the reset may come before what it ends
+        code, told, said = beset(frame(b"x") * 4 * INCOMING_MESSAGES + PING * 20)
+        assert (code, told) == (0, "alive\n"), said

@@ -31,9 +31,11 @@ Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
 
 
 @asynccontextmanager
-async def joined(settings: Settings | None = None, is_piped: bool = False) -> AsyncIterator[Joined]:
+async def joined(
+    settings: Settings | None = None, is_piped: bool = False, of_sender: Settings | None = None
+) -> AsyncIterator[Joined]:
     """Two agents with a link, each end and its ear, and the ends of a pipe that both have taken, or neither yet."""
-    async with two(settings=settings) as (receiver, receiver_ear, sender, sender_ear):
+    async with two(settings=settings, of_sender=of_sender) as (receiver, receiver_ear, sender, sender_ear):
         dialled = receiver.dial(sender.address)
         dialled.send(cancel("first"))
         await sender_ear.hear(Arrived)
@@ -169,7 +171,14 @@ async def test_numbers_that_never_come_end_the_link(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_number_that_never_comes_ends_the_link_though_pings_do() -> None:
-    async with joined(Settings(silence_s=0.5)) as (dialled, _, link, sender_ear, ours, theirs):
+    async with joined(Settings(silence_s=600.0), of_sender=Settings(silence_s=0.5)) as (
+        dialled,
+        _,
+        link,
+        sender_ear,
+        ours,
+        theirs,
+    ):
         dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
         link.carry_by(theirs)
         pings = (
@@ -315,7 +324,7 @@ async def test_what_comes_by_a_pipe_is_given_at_once_but_never_before_an_event_t
         control._count_in(link, message(1))  # by the connection
         control._take_from_pipe(link, message(2))
         assert (at_once, by_event) == (["0"], [])
-        await asyncio.sleep(0.01)
+        await until(lambda: len(by_event) == 2)
         control._take_from_pipe(link, message(3))
         assert (at_once, by_event) == (["0", "3"], ["1", "2"])
         reader.cancel()

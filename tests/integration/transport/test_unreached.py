@@ -173,7 +173,7 @@ async def starved(left: int) -> None:
         waiting.close()
         for fd in filler:
             os.close(fd)
-        async with asyncio.timeout(20):  # what was made of a socket goes
+        async with asyncio.timeout(60):  # what was made of a socket goes
             while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
