@@ -31,6 +31,8 @@ from testing.oracle import Held, Shape, build
 PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
 START_S = 120.0  # at a load of 15, one of two in namespaces of its own took more than 30 s
 ANSWER_S = 120.0
+PATIENT_S = 60  # of peers and wants: on a busy machine a process may stand still for many seconds
+HOLD_S = 600.0  # of offers: a test that took 16 s took four minutes at a load of 50
 
 
 class Client:
@@ -116,9 +118,8 @@ class AgentProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
 
-    def stop(self, seconds: float = 20) -> int:
+    def stop(self, seconds: float = ANSWER_S) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -140,7 +141,7 @@ def agent(
     """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "receive_slots": 8}
-    chosen |= {"send_slots": 4, "slot_bytes": 65536} | options
+    chosen |= {"send_slots": 4, "slot_bytes": 65536, "connect_s": PATIENT_S, "silence_s": PATIENT_S} | options
     said = {key: value for key, value in chosen.items() if value is not None}
     flags = [
         part
@@ -211,10 +212,10 @@ class OracleEngine(SyntheticEngine):
         self.client.send(directory_of([each.address for each in agents], self.pool.shard.tp_size))
 
     def offer(self, request: str, table: list[int], tokens: int, *, first: int = 0, **changes: Any) -> None:
-        self.client.send(offer_of(request, tokens, table, first=first, **changes))
+        self.client.send(offer_of(request, tokens, table, first=first, **{"hold_s": HOLD_S} | changes))
 
     def want(self, request: str, sender: str, table: list[int], tokens: range, **changes: Any) -> None:
-        changes = {"deadline_s": 15.0} | changes
+        changes = {"deadline_s": PATIENT_S} | changes
         self.client.send(want_of(request, sender, tokens, table, self.pool.groups[0].block_tokens, **changes))
 
     def answer(self, request: str, seconds: float = ANSWER_S) -> Done | Failed:

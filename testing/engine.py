@@ -38,7 +38,7 @@ from testing.content import Content
 
 LOOK_S = 0.05
 LEFT = "detached"  # why a connection is over that the engine has ended
-PATIENCE_S = 3.0  # an agent that is well answers by the deadline; so much is a busy machine's
+PATIENCE_S = 20.0  # an agent that is well answers by the deadline; so much is a busy machine's
 AWAY_S = 0.3  # between two tries to attach; an engine waits longer
 # Of two engines that disagree: the order of their memory, tokens of a block.
 SIDES = {"sender": ("BLPTHE", 16), "receiver": ("BLPHTE", 32)}

@@ -23,18 +23,19 @@ from kvbridge.failpoints import Way
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
 from testing.waiting import wait_for
-from tests.system.faults.world import Side, World
+from tests.system.faults.world import TRIES, Side, World
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 DEATH_HOLD_S = 3.0  # of offers that a receiver may not live to claim
 UNDISTURBED = 5
-SPARE_TIMES = 2
+SPARE_TIMES = 10  # where a busy machine disturbs too late
 CALM_S, KILLED_CALM_S = 0.1, 0.2  # how long nobody may have written when the engine looks
-REBUILT_S = 10.0
+REBUILT_S = 60.0
 GONE = "agent_gone"
 ENDED = r"a sender's process has ended: pid=\d+, (\d+) receive slots"
 READ_ENDED = f"receiver.read_ended=pause:{1.5 * LEASE_S}@2"  # an agent that takes long over its second transfer
-LONG_PAUSE_S = 2 * READERS_S + LEASE_S  # the sender is stopped and its blocks are used again, on a busy machine too
+LONG_PAUSE_S = 2 * READERS_S + LEASE_S  # the sender is stopped meanwhile, and its blocks are used again
+MOST_PAUSE_S = 40.0  # the same on the busiest machine
 
 # What a sender's engine may be told of an offer whose receiver's agent died. Nothing, if all was gathered.
 RELEASED_BY_DEATH = {"", "peer_lost", "write_failed", "offer_expired"}
@@ -55,8 +56,8 @@ class Scale:
     @property
     def options(self) -> dict[str, str]:
         names = ("slot_bytes", "receive_slots", "send_slots")
-        told = {name: str(getattr(self, name)) for name in names} | {"routes": self.route, "silence_s": "15"}
-        return told | {"write_timeout_s": "30"} | dict(self.more)
+        told = {name: str(getattr(self, name)) for name in names} | {"routes": self.route, "silence_s": "60"}
+        return told | {"write_timeout_s": "30", "connect_s": "60"} | dict(self.more)
 
 
 class Pair:
@@ -94,9 +95,15 @@ class Pair:
         return self.receiver.ends[number]["code"], self.sender.ends[number]["code"]
 
     def exact(self) -> float:
-        """A transfer that nobody disturbs: every byte of both memories is right. Returns its seconds."""
-        self.world.calm()
-        (number,) = self.world.begin(1, is_offered_first=True)
+        """A transfer that nobody disturbs: every byte of both memories is right. Returns its seconds.
+
+        Where the receiver may not wait for a silent sender, a busy machine may need several tries.
+        """
+        for _ in range(TRIES if "silence_s" in self.scale.more else 1):
+            self.world.calm()
+            (number,) = self.world.begin(1, is_offered_first=True)
+            if self.codes(number)[0] not in ("peer_lost", "peer_unreachable"):
+                break
         assert self.codes(number) == ("", ""), (self.receiver.ends[number], self.receiver.agent.tail())
         self.audited()
         self._took.append(self.receiver.ends[number]["seconds"])
@@ -146,13 +153,15 @@ def pair_of(folder: Path, scale: Scale) -> Iterator[Pair]:
         pair.world.close()
 
 
-def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
+def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> None:
     """The sender's agent is stopped under way, and its engine, that must compute on, uses the blocks again.
 
-    What was read of them meanwhile never counts. Returns how many transfers were done all the same.
+    What was read of them meanwhile never counts.
     """
-    chance, done = random.Random(seed), 0
-    for _ in range(rounds):
+    chance, done, told = random.Random(seed), 0, 0
+    while told < rounds or done == told:
+        assert told < SPARE_TIMES * rounds, "no agent was stopped in time"
+        told += 1
         pair.world.calm()
         pair.world.hurts(pair.sender)
         after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
@@ -170,7 +179,6 @@ def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
         done += not codes[0]
         pair.audited()
         pair.is_sound()
-    return done
 
 
 def reads_past_the_lease(pair: Pair) -> None:
@@ -181,30 +189,38 @@ def reads_past_the_lease(pair: Pair) -> None:
     sender in any case.
     """
     for place in ("receiver.read_begun", "receiver.read_ended"):
-        pair.world.calm()
-        pair.world.hurts(pair.sender)
-        pair.world.restarts_agent(pair.receiver, f"{place}=pause:{LONG_PAUSE_S}")
-        pair.world.wait_attached()
-        (rendezvous,) = pair.world.begin(1, is_offered_first=True)  # whole, so it is one read
-        wait_for(lambda place=place: _is_paused(pair.receiver, place), DEADLINE_S, pair.receiver.agent.tail)
-        ends = time.monotonic() + LONG_PAUSE_S
-        pair.sender.agent.send_signal(signal.SIGSTOP)
-        assert pair.sender.agent.is_stopped(DEADLINE_S)
-        assert time.monotonic() < ends - READERS_S, "this machine is too busy"
-        pair.sender.engine.tell("take_back")
-        time.sleep(READERS_S)
-        pair.sender.engine.tell("reuse")
-        pair.sender.engine.wait_for("reused")
-        time.sleep(max(0.0, ends + LEASE_S - time.monotonic()))  # it has read, and nobody has told it anything
-        pair.sender.agent.send_signal(signal.SIGCONT)
-        failed, _ = pair.codes(rendezvous)
-        assert failed, f"{place}: a read counted that ended after its lease"
-        pair.audited()
-        pair.is_sound()
+        pause_s = LONG_PAUSE_S
+        while not _is_past_its_lease(pair, place, pause_s):
+            pause_s *= 2
+            assert pause_s < MOST_PAUSE_S, "the sender's agent was never stopped during the pause"
 
 
-def _is_paused(side: Side, place: str) -> bool:
-    return f"failpoint {place}: pause" in side.agent.log.read_text()
+def _is_past_its_lease(pair: Pair, place: str, pause_s: float) -> bool:
+    """False if the sender's agent was stopped too late for this pause: then the read may count."""
+    pair.world.calm()
+    pair.world.hurts(pair.sender)
+    pair.world.restarts_agent(pair.receiver, f"{place}=pause:{pause_s}")
+    pair.world.wait_attached()
+    paused = pair.receiver.agent.log.read_text().count(mark := f"failpoint {place}: pause")
+    began = time.monotonic()
+    (rendezvous,) = pair.world.begin(1, is_offered_first=True)  # whole, so it is one read
+    is_paused = lambda: pair.receiver.agent.log.read_text().count(mark) > paused  # noqa: E731
+    wait_for(is_paused, DEADLINE_S, pair.receiver.agent.tail)
+    ends = time.monotonic() + pause_s
+    pair.sender.agent.send_signal(signal.SIGSTOP)
+    assert pair.sender.agent.is_stopped(DEADLINE_S)
+    is_in_time = time.monotonic() < began + pause_s - READERS_S
+    pair.sender.engine.tell("take_back")
+    time.sleep(READERS_S)
+    pair.sender.engine.tell("reuse")
+    pair.sender.engine.wait_for("reused")
+    time.sleep(max(0.0, ends + LEASE_S - time.monotonic()))  # it has read, and nobody has told it anything
+    pair.sender.agent.send_signal(signal.SIGCONT)
+    failed, _ = pair.codes(rendezvous)
+    assert failed or not is_in_time, f"{place}: a read counted that ended after its lease"
+    pair.audited()
+    pair.is_sound()
+    return is_in_time
 
 
 def stands_still_for_a_while(pair: Pair) -> None:
@@ -212,19 +228,20 @@ def stands_still_for_a_while(pair: Pair) -> None:
 
     The receiver's agent takes long over the second of them, so that the lease of the claim is over when it has read.
     """
-    pair.world.restarts_agent(pair.receiver, READ_ENDED)
-    pair.world.wait_attached()
-    took = []
-    for _ in range(3):
-        pair.world.calm()
-        (rendezvous,) = pair.world.begin(1, is_offered_first=True)
-        time.sleep(LEASE_S / 3)
-        pair.sender.agent.send_signal(signal.SIGSTOP)
-        time.sleep(3 * LEASE_S)
-        pair.sender.agent.send_signal(signal.SIGCONT)
-        assert pair.codes(rendezvous) == ("", ""), pair.receiver.ends
-        took.append(pair.receiver.ends[rendezvous]["seconds"])
-    assert max(took) > 3 * LEASE_S, f"none of these waited for the agent that stood still: {took}"
+    took = [0.0]
+    while max(took) <= 3 * LEASE_S:
+        assert len(took) < 3 * SPARE_TIMES, f"none of these waited for the agent that stood still: {took}"
+        pair.world.restarts_agent(pair.receiver, READ_ENDED)
+        pair.world.wait_attached()
+        for _ in range(3):
+            pair.world.calm()
+            (rendezvous,) = pair.world.begin(1, is_offered_first=True)
+            time.sleep(LEASE_S / 3)
+            pair.sender.agent.send_signal(signal.SIGSTOP)
+            time.sleep(3 * LEASE_S)
+            pair.sender.agent.send_signal(signal.SIGCONT)
+            assert pair.codes(rendezvous) == ("", ""), pair.receiver.ends
+            took.append(pair.receiver.ends[rendezvous]["seconds"])
     pair.is_sound()
 
 
@@ -236,7 +253,7 @@ def stands_still(pair: Pair, seed: int) -> int:
     Returns how many slots were in quarantine.
     """
     chance, receiver = random.Random(seed), pair.receiver
-    for _ in range(SPARE_TIMES * 3):
+    for _ in range(2 * SPARE_TIMES):
         pair.world.calm()
         pair.world.hurts(pair.sender)
         before = _rebuilds(receiver.becomes(is_at_rest, REBUILT_S))
@@ -273,7 +290,7 @@ def abandons(pair: Pair, seed: int, rounds: int) -> None:
     """The receiver's engine abandons at random moments; what comes next may find slots that are still quarantined."""
     chance, codes = random.Random(seed), list[str]()
     while len(codes) < rounds or codes.count("aborted") < rounds // 2:
-        assert len(codes) < 4 * rounds, f"most transfers were over before they were abandoned: {codes}"
+        assert len(codes) < 8 * rounds, f"most transfers were over before they were abandoned: {codes}"
         share = (len(codes) % rounds + chance.random()) / rounds  # of how long one takes, which a busy machine changes
         failed, released = pair.disturbed(share * pair.usual_s)
         assert (failed, released) in {("", ""), ("aborted", "aborted"), ("aborted", "")}
@@ -298,12 +315,15 @@ def senders_agent_dies(pair: Pair, seed: int, times: int) -> None:
     Where the receiver pulls, nobody else writes and no slot is lent.
     """
     quarantined = 0
-    for failed, released in _kills(pair, pair.sender, seed, times):
-        assert failed in ("", "peer_lost") and released in ("", GONE)
-        pair.receiver.becomes(is_at_rest, REBUILT_S)
-        proved = sum(map(int, re.findall(ENDED, pair.receiver.agent.log.read_text()))) - quarantined
-        print(f"{proved} slots were quarantined until the process of the sender's agent had ended")
-        quarantined += proved
+    for more in range(SPARE_TIMES):
+        for failed, released in _kills(pair, pair.sender, seed + more, times):
+            assert failed in ("", "peer_lost") and released in ("", GONE)
+            pair.receiver.becomes(is_at_rest, REBUILT_S)
+            proved = sum(map(int, re.findall(ENDED, pair.receiver.agent.log.read_text()))) - quarantined
+            print(f"{proved} slots were quarantined until the process of the sender's agent had ended")
+            quarantined += proved
+        if quarantined or pair.scale.route == "pull":
+            break
     if pair.scale.route == "pull":
         assert not quarantined
     else:

@@ -25,8 +25,8 @@ from testing.waiting import wait_for
 
 TOKENS = range(90)
 TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
-WAIT_S, GONE_S = 0.5, 10.0  # without a close they stay mapped for ever
-AT_ONCE_S, READ_S, DEADLINE_S = 5.0, 0.2, 60.0  # who waits for a stream waits 30 s at least, as long as for a write
+WAIT_S, GONE_S = 0.5, 60.0  # without a close they stay mapped for ever
+AT_ONCE_S, READ_S, DEADLINE_S = 25.0, 0.2, 60.0  # who waits for a stream waits 30 s at least, as long as for a write
 NUMBERS = count()
 
 

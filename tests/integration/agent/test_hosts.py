@@ -89,7 +89,7 @@ def test_slots_of_a_sender_that_comes_back_under_another_address_are_free_again(
     sender = prefill("p")
     assert sender.agent.address != before
     assert isinstance(answer := carry(sender, receiver, "after", deadline_s=60.0), Done), answer
-    wait_for(lambda: slots().free == 8, 60.0, receiver.agent.text)
+    wait_for(lambda: slots().free == 8, why=receiver.agent.text)
     assert "replaced the slots" not in receiver.agent.text()
     assert isinstance(answer := carry(sender, receiver, "again", deadline_s=60.0), Done), answer
 
@@ -122,15 +122,15 @@ def test_slots_of_a_sender_that_was_killed_and_comes_back_elsewhere_are_free_aga
     sender.offer("lost", [1, 2, 3, 4], 64)
     receiver.want("lost", sender.agent.address, [1, 2, 3, 4], range(64), deadline_s=60.0)
     receiver.failed("lost", "peer_lost")
-    assert sender.agent.process.is_dead(10.0)
+    assert sender.agent.process.is_dead(60.0)
     successor = begin(elsewhere, "q")
     names = map("after-{}".format, count())
     first = lambda: carry(successor, receiver, next(names), deadline_s=60.0)  # noqa: E731
     if is_watched:
         assert isinstance(answer := first(), Done), answer
     else:  # a rebuild ends what it meets
-        wait_for(lambda: isinstance(first(), Done), 60.0, receiving.text)
-    wait_for(lambda: receiving.status.receive_slots.free == 16, 60.0, receiving.text)
+        wait_for(lambda: isinstance(first(), Done), why=receiving.text)
+    wait_for(lambda: receiving.status.receive_slots.free == 16, why=receiving.text)
     counters = receiving.status.counters
     assert counters[REBUILT.format("slots")] == (not is_watched) and not counters[REBUILT.format("fabric")]
     assert ("process has ended: " in receiving.text()) == is_watched

@@ -27,7 +27,7 @@ from tests.system.faults.processes import free_address
 pytestmark = pytest.mark.proves("G16")
 
 DEADLINE_S = 60.0
-SOON_S = 10.0
+SOON_S = 50.0
 TOLD: dict[str, Any] = {"is_offered": True, "deadline_s": DEADLINE_S}
 
 
@@ -91,7 +91,7 @@ def agent_replaced(number: signal.Signals) -> Callable[[Bench, ExitStack, Path],
     def replaced(bench: Bench, stack: ExitStack, folder: Path) -> None:
         before, address = bench.sender.agent, bench.address
         before.process.send_signal(number)
-        before.process.wait(20)
+        before.process.wait(60)
         after = stack.enter_context(agent(folder, "p0", listen=address))
         engine = stack.enter_context(closing(OracleEngine(after, build(Shape("nhd")))))
         assert isinstance(engine.attach(), Attached)

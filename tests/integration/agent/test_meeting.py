@@ -25,6 +25,7 @@ from testing.oracle import Shape, build_all, fill
 from testing.pairs import carry
 from testing.waiting import wait_for
 from tests.integration.agent.player import Player, Whole, Wire, hello_from
+from tests.integration.agent.test_scraping import scraped
 from tests.unit.exchange.world import World
 
 NAME = "prefill.example"
@@ -191,20 +192,23 @@ def test_every_address_of_a_name_is_met_as_it_appears_and_forgotten_when_it_is_g
     addresses = [f"tcp://{each}:{port}" for each in places]
     first = start("p0", listen=addresses[0])
     server.addresses = [places[0], places[2]]
-    receiver = start("d", listen=addresses[2], meet=f"dns://{NAME}:{port}", place=place, connect_s=1)
+    metrics = f"127.0.0.1:{free_port()}"
+    receiver = start("d", listen=addresses[2], meet=f"dns://{NAME}:{port}", place=place, connect_s=1, metrics=metrics)
     meets(receiver, addresses[0])
     needs_no_handshake(first, receiver)
     second = start("p1", listen=addresses[1])
     server.addresses = places
     meets(receiver, *addresses[:2])
     needs_no_handshake(second, receiver)
-    server.addresses, asked = places[1:], server.asked
-    wait_for(lambda: server.asked >= asked + 2)
+    server.addresses = places[1:]
+    is_forgotten = lambda: 'kvbridge_meet_agents{state="met"} 1.0' in scraped(("127.0.0.1", int(metrics[10:])))  # noqa: E731
+    wait_for(is_forgotten, why=receiver.agent.text)
     first.agent.kill()
     meets(receiver, addresses[1])
     before = len(receiver.agent.text())
+    asked = server.asked
     wait_for(lambda: server.asked >= asked + 3)
-    assert not receiver.agent.text()[before:], "it goes on about one that is gone"
+    assert addresses[0] not in receiver.agent.text()[before:], "it goes on about one that is gone"
     server.addresses, asked = [], server.asked
     wait_for(lambda: server.asked >= asked + 2)
     assert met(receiver.agent) == [addresses[1]]

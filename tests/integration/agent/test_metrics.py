@@ -173,7 +173,7 @@ def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, be
     first = 4 * (chunks - 1)
     bench.offer("r", COMPUTED[first:], 128, first=first, is_more=chunks == 2)
     bench.done("r")
-    wait_for(lambda: summed(place, "kvbridge_carry_seconds_count") == 1, 20)
+    wait_for(lambda: summed(place, "kvbridge_carry_seconds_count") == 1)
     assert 0 < summed(place, "kvbridge_carry_seconds_sum") < PREFILL_S / 2
 
 

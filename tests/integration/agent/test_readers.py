@@ -35,7 +35,6 @@ from tests.integration.transport.test_door import opened, refused, ticket_of
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 WIDE = {"key_width": 64, "value_width": 64}
-BACK_S = 1.0  # in which receivers that behave have closed it
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_a_sender_cannot_say_how_much_its_receiver_has_read(bench_of: Benches) -
 
 
 async def test_memory_is_handed_over_while_its_engine_is_attached_and_its_session_open(tmp_path: Path) -> None:
-    async with opened(tmp_path / "agent.sock") as door, asyncio.timeout(10):
+    async with opened(tmp_path / "agent.sock") as door, asyncio.timeout(60):
         nothing: Any = None
         doors, attached = LocalDoors(door, nothing, "prefill", ()), AttachedMemory(7, nothing, None)
         doors.share(replace(attached, shared=SharedHandles((), ())))
@@ -104,7 +103,7 @@ def test_blocks_are_free_late_when_an_agent_is_killed_that_may_have_let_others_r
         handles, fds = export_all(region.untyped_storage() for region in engine.regions)
         attach = Attach(versions=OURS, pool=engine.pool, handles=handles)
         link = AgentLink(EngineClient(running.socket), attach, fds, logging.getLogger("test"))
-        assert link.start(10.0) and link.attached is not None and link.attached.is_shared == is_shared
+        assert link.start(60.0) and link.attached is not None and link.attached.is_shared == is_shared
         began, heard = time.monotonic(), list[object]()
         running.kill()
         wait_for(lambda: bool(heard.extend(link.turn())) or any(isinstance(each, Over) for each in heard))
@@ -123,6 +122,6 @@ def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: B
     wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
     assert "to be closed for" in shown(sender)
     receiver.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: sender.status.readers == (), BACK_S)
+    wait_for(lambda: sender.status.readers == (), why=sender.text)
     assert not mapped(receiver.process.pid, inode)
     assert bench.receiver.agent.status.engine is not None

@@ -94,13 +94,13 @@ def test_who_connects_and_says_nothing_costs_few_threads_and_keeps_nobody_out() 
         assert threading.active_count() - threads <= 2 * ALL_OPEN
         assert descriptors() - before - len(silent) <= 2 * ALL_OPEN
         assert is_answered(place)
-        wait_for(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), REQUEST_S + 10)
+        wait_for(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent))
 
 
 @pytest.mark.proves("T28")
 def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
     with serving() as place, socket.create_connection(place) as slow:
-        deadline = time.monotonic() + REQUEST_S + 2
+        deadline = time.monotonic() + REQUEST_S + 60
         with pytest.raises(ConnectionError):
             while time.monotonic() < deadline:
                 slow.sendall(b"G")
@@ -131,7 +131,7 @@ class Counted(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         self.reads += 1
-        self.may_go.wait(10)
+        self.may_go.wait(60)
         return iter(super().collect())
 
 
@@ -166,7 +166,7 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
     askers = [threading.Thread(target=lambda: texts.append(page.text())) for _ in range(4)]
     for asker in askers:
         asker.start()
-    wait_for(lambda: registry.reads == 2, 5)
+    wait_for(lambda: registry.reads == 2)
     assert not texts
     registry.may_go.set()
     for asker in askers:

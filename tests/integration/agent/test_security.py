@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import struct
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,13 @@ def start_fails(folder: Path, **options: Any) -> str:
 def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, bench_of: Benches) -> None:
     key, line = keygen(tmp_path, "fleet")
     public = line.split()[1]
-    pair = bench_of(connect_s=4, key=key)
+    pair = bench_of(key=key)
     pair.works("r")
     assert pair.sender.agent.address.endswith(f"#{public}")
     (seen,) = pair.sender.agent.status.peers
     assert seen.key == "fleet" and "curve" in pair.sender.agent.status.security
     assert f"key={public}" in pair.sender.agent.text()
-    with agent(tmp_path, "x") as bare, attached(bare, Shape("hnd")) as stranger:
+    with agent(tmp_path, "x", connect_s=4) as bare, attached(bare, Shape("hnd")) as stranger:
         stranger.want("steal", pair.sender.agent.address.partition("#")[0], [1], range(16))
         failed = stranger.answer("steal")
         assert isinstance(failed, Failed) and failed.code in ("peer_unreachable", "peer_disconnected"), failed
@@ -73,7 +72,7 @@ def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, be
 def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, bench_of: Benches) -> None:
     (prefill, prefill_line), (decode, decode_line) = keygen(tmp_path, "prefill"), keygen(tmp_path, "decode")
     peers = write_peers(tmp_path, prefill_line, decode_line)
-    pair = bench_of(connect_s=4, peers=peers, p={"key": prefill}, d={"key": decode})
+    pair = bench_of(peers=peers, p={"key": prefill}, d={"key": decode, "connect_s": 4})
     pair.works("r")
     assert [peer.key for peer in pair.sender.agent.status.peers] == ["decode"]
     assert [peer.key for peer in pair.receiver.agent.status.peers] == ["prefill"]
@@ -102,7 +101,7 @@ def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, bench_of: 
 
 def test_another_key_in_the_file_waits_for_a_restart_and_costs_no_link(tmp_path: Path, bench_of: Benches) -> None:
     key, line = keygen(tmp_path, "fleet")
-    pair = bench_of(connect_s=4, key=key)
+    pair = bench_of(key=key)
     pair.works("r")
     keygen(tmp_path, "other")[0].replace(key)
     both = (pair.sender.agent, pair.receiver.agent)
@@ -163,7 +162,7 @@ def test_a_want_cannot_send_the_agent_where_it_may_not_go(stack: ExitStack, benc
     bait.settimeout(1.0)
     forbidden = f"tcp://127.0.0.1:{bait.getsockname()[1]}"
     port = free_port()
-    pair = bench_of(connect_s=4, d={"dial": f"127.0.0.0/8:{port}"}, p={"listen": f"tcp://127.0.0.1:{port}"})
+    pair = bench_of(d={"dial": f"127.0.0.0/8:{port}"}, p={"listen": f"tcp://127.0.0.1:{port}"})
     failed = pair.carry("ssrf", forbidden)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
     add = f'add "{forbidden.removeprefix("tcp://")}"'
@@ -177,12 +176,11 @@ def test_a_want_cannot_send_the_agent_where_it_may_not_go(stack: ExitStack, benc
 @pytest.mark.parametrize("has_key", [False, True])
 def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key: bool) -> None:
     """transport/test_trust.py has the other addresses."""
-    pair = bench_of(connect_s=4, **{"key": keygen(tmp_path, "fleet")[0]} if has_key else {})
-    began, address = time.monotonic(), "tcp://169.254.169.254:80"
-    failed = pair.carry("ssrf", address)
+    pair = bench_of(**{"key": keygen(tmp_path, "fleet")[0]} if has_key else {})
+    failed = pair.carry("ssrf", address := "tcp://169.254.169.254:80")
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and address in failed.reason
     assert "key" in failed.reason or 'add "169.254.169.254:80"' in failed.reason
-    assert time.monotonic() - began < 3 and "loopback only" in pair.receiver.agent.status.security
+    assert "loopback only" in pair.receiver.agent.status.security
     pair.works()
 
 
@@ -197,7 +195,7 @@ def test_carries_without_pickling_and_logs_no_secret(
     written = tmp_path / "secrets"
     monkeypatch.setenv("SECRETS", str(written))
     key, _ = keygen(tmp_path, "fleet")
-    pair = bench_of(connect_s=4, key=key, log_level="debug", module=WATCHED, routes=routes)
+    pair = bench_of(key=key, log_level="debug", module=WATCHED, routes=routes)
     for number in range(3):
         assert isinstance(pair.carry(f"r{number}"), Done)
     assert isinstance(pair.carry("bad", "tcp://127.0.0.1:1#" + "x" * 40), Failed)

@@ -60,7 +60,7 @@ def test_a_sender_that_stands_still_leaves_slots_to_the_others(
     assert carried(still, receiver, "a") and carried(other, receiver, "b")
     still.offer("stuck", TABLE, TOKENS, fence=still.fence._count + 1, hold_s=60.0)  # its stream does not come so far
     receiver.want("stuck", still.agent.address, TABLE, range(TOKENS), deadline_s=600.0)
-    wait_for(lambda: receiver.agent.status.receive_slots.lent == SLOTS * 2 // 3, 30.0)
+    wait_for(lambda: receiver.agent.status.receive_slots.lent == SLOTS * 2 // 3)
     with standing_still(still):
         assert carried(other, receiver, "c") and carried(other, receiver, "d")
         assert receiver.agent.status.receive_slots.lent == SLOTS * 2 // 3
@@ -78,6 +78,6 @@ def test_a_receiver_that_stands_still_leaves_slots_to_the_others(
     wait_for(lambda: len(sender.agent.status.transfers) == 1)
     with standing_still(still):
         sender.offer("stuck", TABLE, TOKENS, hold_s=60.0)
-        wait_for(lambda: sender.agent.status.send_slots.lent == SLOTS * 2 // 3, 30.0)
+        wait_for(lambda: sender.agent.status.send_slots.lent == SLOTS * 2 // 3)
         assert carried(sender, other, "c") and carried(sender, other, "d")
     still.done("stuck")

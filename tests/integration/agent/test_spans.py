@@ -17,8 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.resources import Resource
 
 from kvbridge.agent.record import RequestRecord
-from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
+from kvbridge.agent.spans import COLLECTOR_S, MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
+from testing.agents import ANSWER_S
 from testing.oracle import Shape
 from testing.pairs import Bench, Benches
 from testing.serving import Answers
@@ -104,8 +105,8 @@ def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_the
             for before, after in pairwise(ordered):
                 assert before.end_time_unix_nano == after.start_time_unix_nano
             assert ordered[-1].end_time_unix_nano == root.end_time_unix_nano
-            assert 0 < root.end_time_unix_nano - root.start_time_unix_nano < 30e9
-            assert abs(root.end_time_unix_nano / 1e9 - time.time()) < 60
+            assert 0 < root.end_time_unix_nano - root.start_time_unix_nano < ANSWER_S * 1e9
+            assert abs(root.end_time_unix_nano / 1e9 - time.time()) < ANSWER_S
             assert collector.spans(agent, "unsampled") == {}
         events = [each.name for each in collector.spans("d0", "known")["kvbridge receive"].events]
         assert events == ["wanted", "claimed", "readable", "reading", "read", "done"]
@@ -127,11 +128,10 @@ def test_requests_go_on_where_nobody_takes_spans(bench_of: Benches) -> None:
         began = time.monotonic()
         for number in range(20):
             carried(made, f"r{number}")
-        assert time.monotonic() - began < 4, "not a wait of the sender's thread for each"
+        assert time.monotonic() - began < 20 * COLLECTOR_S, "not a wait of the sender's thread for each"
         receiver = made.receiver
         wait_for(lambda: receiver.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
-        began = time.monotonic()
-        assert receiver.agent.stop() == 0 and time.monotonic() - began < 10
+        assert receiver.agent.stop() == 0
 
 
 def record(traceparent: str = "") -> RequestRecord:
@@ -154,11 +154,11 @@ def test_what_there_is_no_room_for_is_dropped_at_once_and_counted() -> None:
         began = time.monotonic()
         for _ in range(2 * MOST_WAITING):
             spans.see(record(), "receiver", 0.0)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10 * COLLECTOR_S, "it would wait for room in sixteen messages"
         assert counted["dropped"] >= 2 * (MOST_WAITING - 128) and not counted["sent"]
         began = time.monotonic()
         spans.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10 * COLLECTOR_S, "all that waits takes longer"
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://host/x", "http:///v1/traces"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -23,7 +22,6 @@ TOKENS = 90
 TABLES = {16: list(range(6)), 64: [3, 1]}  # of blocks that hold so many tokens
 SHAPES = {16: Shape("nhd"), 64: Shape("hnd", block_tokens=64, blocks=8)}
 NAMES = map("r{}".format, itertools.count())
-SOON_S = 1.0
 
 Rank = Callable[..., OracleEngine]
 
@@ -81,9 +79,7 @@ def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked:
     sender, receiver = (newer, older) if is_newer_asked else (older, newer)
     theirs, ours = (2, 1) if is_newer_asked else (1, 2)
     for _ in range(3):
-        began = time.monotonic()
         answer = carried(sender, receiver)
-        assert time.monotonic() - began < SOON_S
         assert isinstance(answer, Failed) and answer.code == "version_mismatch", answer
         assert answer.reason.endswith(f"versions: sender {theirs}-{theirs}, receiver {ours}-{ours}"), answer
     wait_for(lambda: is_at_rest(receiver.agent.status))

@@ -33,8 +33,8 @@ PING = frame(b"\x04PING" + struct.pack(">H", 50), COMMAND)
 def beset(what: bytes) -> tuple[int, str, str]:
     """How an agent ends that got all this and a reset while it was busy."""
     command = [sys.executable, "-c", AGENT]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    agent = subprocess.Popen(command, **streams, text=True, bufsize=1)
+    pipe = subprocess.PIPE
+    agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1)
     try:
         assert agent.stdin is not None and agent.stdout is not None
         host, _, port = agent.stdout.readline().strip().removeprefix("tcp://").rpartition(":")

@@ -21,7 +21,7 @@ from testing.engine import Job
 from testing.engine_process import EngineProcess
 from testing.nursery import HERE, Child, Place, nursery
 
-START_S = 60.0
+START_S = 180.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from kvbridge.commands.status import rendered
 from kvbridge.failpoints import PLACES
 from tests.system.faults.cases import ACTORS, Runner, all_cases
+from tests.system.faults.world import QUIET_S
 
 PLAIN = (
     "kill the sender's agent at sender.gathered",
@@ -88,7 +89,7 @@ def test_an_engine_that_comes_back_costs_its_agents_nothing(runner: Runner) -> N
 def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
     """Nobody has said that it would stand still."""
     world = runner.world()
-    world.calm()
+    world.calm(patience_s=3.0)
     world.receiver.agent.send_signal(signal.SIGSTOP)
     world.begin()
     with pytest.raises(AssertionError, match="no answer"):
@@ -133,7 +134,7 @@ def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> N
     world.calm()
     world.hurts(world.receiver)
     world.receiver.agent.send_signal(signal.SIGSTOP)
-    world.sender.becomes(lambda status: not status.peers, 5.0)
+    world.sender.becomes(lambda status: not status.peers, QUIET_S)
     name = world.sender.job.name
     world.sender.engine.close()
     world.receiver.agent.send_signal(signal.SIGCONT)

@@ -10,7 +10,7 @@ import pytest
 
 from testing.hosts import DEVICE, NetworkPath, two_hosts, why_not
 from testing.nursery import Place
-from tests.system.faults.world import ROLES, Role, World
+from tests.system.faults.world import ROLES, SLACK_S, Role, World
 
 # Longer than every limit in force: sessions are lost and writes are late.
 CUT_S = 4.0
@@ -42,7 +42,7 @@ def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, Net
     world, path = joined
     world.receiver.ends.clear()
     world.begin(24, abandon=0.2)
-    end = time.monotonic() + 10
+    end = time.monotonic() + SLACK_S
     while not world.receiver.ends:
         world.receiver.hear(0.001)
         assert time.monotonic() < end, "nothing ends"

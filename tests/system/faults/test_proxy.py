@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.system.faults.proxy import Proxy
-from tests.system.faults.world import World
+from tests.system.faults.world import SLACK_S, World
 
 HALF_OPEN_S = 3.0  # longer than silence_s
 
@@ -35,7 +35,7 @@ def spoil(world: World, proxy: Proxy, how: Callable[[], object]) -> None:
     """Under load, this; then it is healed, and all is well."""
     passed = proxy.pieces
     world.begin(24, abandon=0.2)
-    end = time.monotonic() + 10
+    end = time.monotonic() + SLACK_S
     while proxy.pieces < passed + 12:  # in the middle of it
         assert time.monotonic() < end, "nothing passes the proxy"
         time.sleep(0.001)

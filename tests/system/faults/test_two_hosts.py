@@ -16,7 +16,7 @@ from tests.system.faults.two_hosts import HostPair, host_pair
 TRIES = 3
 # TCP tries again after pauses that double: 0.25, 0.8, 1.8, 3.8, 7.8 and 16 s after it began, or 0.2 to 12.6 and 25.4.
 OUTAGE_S = 13.5
-BACK_S = 5.0  # 3 s at most where nothing else runs
+BACK_S = 10.0  # 3 s at most where nothing else runs; who waits for an old connection needs 11.9
 NEXT_TRY_S = 12.0  # TCP's pause after its seventh try
 RETRANSMITS = 1  # in /proc/net/tcp, a timer that is on
 QUIET_S = 45.0  # writes of before end when their old connection tries again, or is given up
@@ -54,14 +54,18 @@ def test_after_an_outage_nothing_waits_for_old_connections(tmp_path: Path) -> No
     if reason := why_not():
         pytest.skip(reason)
     with host_pair(tmp_path, deadline_s=2.0, prompts=24) as pair:
-        pair.seconds_to_success(60.0)
-        pair.path.becomes(round_trip_s=0.05)
-        pair.keep_on(2.0, every_s=0.1)  # so that some writes are under way
-        pair.path.down()
-        pair.keep_on(OUTAGE_S)
-        assert "code=peer_lost" in pair.agents[1].log.read_text(), "the link waits for its silence_s, 15 s"
-        pair.path.up()
-        assert pair.seconds_to_success(30.0) < BACK_S
+        for _ in range(TRIES):  # a busy machine may be late
+            pair.path.becomes(round_trip_s=0.0)
+            pair.seconds_to_success(60.0)
+            pair.path.becomes(round_trip_s=0.05)
+            pair.keep_on(2.0, every_s=0.1)  # so that some writes are under way
+            pair.path.down()
+            pair.keep_on(OUTAGE_S)
+            assert "code=peer_lost" in pair.agents[1].log.read_text(), "the link waits for its silence_s, 15 s"
+            pair.path.up()
+            if (back_s := pair.seconds_to_success(60.0)) < BACK_S:
+                break
+        assert back_s < BACK_S
         wait_for(lambda: all(is_at_rest(agent.serving()) for agent in pair.agents), QUIET_S)
         pair.audit()
 
@@ -71,17 +75,20 @@ def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_p
     if reason := why_not():
         pytest.skip(reason)
     with host_pair(tmp_path, {"send_slots": "2"}, deadline_s=60.0, prompts=24) as pair:
-        pair.seconds_to_success(60.0)
         sender = pair.agents[0]
-        wait_for(lambda: is_at_rest(sender.serving()))
-        numbers = [pair.want() for _ in range(2)]
-        wait_for(lambda: len(sender.serving().transfers) == 2)  # claimed: all that is left to do is to write
-        pair.path.cut()
-        for number in numbers:
-            pair.offer(number)
-        wait_for(lambda: next_try_s(sender.pid) > NEXT_TRY_S, 60.0)
-        pair.path.heal()
-        assert pair.seconds_to_success(60.0) < NEXT_TRY_S - 2.0
+        for _ in range(TRIES):  # a busy machine may be late
+            pair.seconds_to_success(60.0)
+            wait_for(lambda: is_at_rest(sender.serving()))
+            numbers = [pair.want() for _ in range(2)]
+            wait_for(lambda: len(sender.serving().transfers) == 2)  # claimed: all that is left to do is to write
+            pair.path.cut()
+            for number in numbers:
+                pair.offer(number)
+            wait_for(lambda: next_try_s(sender.pid) > NEXT_TRY_S)
+            pair.path.heal()
+            if (back_s := pair.seconds_to_success(60.0)) < NEXT_TRY_S - 2.0:
+                break
+        assert back_s < NEXT_TRY_S - 2.0
         assert sender.serving().counters["kvbridge_rebuilds_total{replaced=send_slots}"] >= 1
 
 
@@ -108,7 +115,7 @@ def test_slots_of_a_pod_that_was_replaced_are_free_again(
         pair.want()
         wait_for(lambda: receiver.serving().receive_slots.lent)
         pair.replace_sender()
-        wait_for(lambda: receiver.serving().receive_slots.free == 32, 60.0, receiver.tail)
+        wait_for(lambda: receiver.serving().receive_slots.free == 32, why=receiver.tail)
         counters = receiver.serving().counters
         replaced = [counters[f"kvbridge_rebuilds_total{{replaced={what}}}"] for what in ("slots", "fabric")]
         assert replaced == [0, 1], "the same slots are free again"
