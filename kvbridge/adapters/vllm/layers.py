@@ -224,7 +224,7 @@ def is_ring(spec: Any) -> bool:
 
 def is_never_cached(spec: Any) -> bool:
     """Whether vLLM's prefix cache leaves the group out: a ring, or a window that is computed again after a hit."""
-    return is_ring(spec) or bool(getattr(one_of(spec), "bounded_replay", False))
+    return not getattr(spec, "prefix_cacheable", True)
 
 
 def window_of(spec: Any) -> int:

@@ -44,7 +44,7 @@ from ..engine.kept import KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
-from .layers import kind_of, one_of
+from .layers import is_never_cached, kind_of
 from .options import VLLMOptions
 from .params import FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
 from .pressure import KeptBlocks, Pressure
@@ -255,10 +255,12 @@ class SchedulerSide:
 
     @property
     def has_unequal_rows(self) -> bool:
-        """Whether groups of all tokens have specs that differ: vLLM's prefix cache may have more of the first's."""
-        full = [
-            one_of(each.kv_cache_spec) for each in self._cache.kv_cache_groups if kind_of(each.kv_cache_spec) == "full"
-        ]
+        """Whether vLLM's prefix cache looks for rows of all tokens by several specs: it may have more of the first's.
+
+        It looks for those of groups that do not travel, too.
+        """
+        specs = [each.kv_cache_spec for each in self._cache.kv_cache_groups]
+        full = [each for each in specs if kind_of(each) == "full" and not is_never_cached(each)]
         return any(each != full[0] for each in full[1:])
 
     # Free blocks:

@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as MambaKind
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    HiSparseHotSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
@@ -622,6 +623,16 @@ def test_of_two_groups_of_rows_each_row_is_there_or_comes(tmp_path: Path) -> Non
     table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)[1]
     cached = {entry for entry, number in enumerate(table) if number in known}
     assert set(range(want.end_token // BLOCK)) <= came[1] | cached
+
+
+def test_groups_that_vllms_prefix_cache_leaves_out_are_no_reason_to_compute_rows_again(tmp_path: Path) -> None:
+    """vLLM's HiSparse has some, which do not travel either. But of one that is cached, rows may be lost."""
+    one = World(tmp_path, specs=[FULL, CACHED], caching=True)
+    hot, other = HiSparseHotSpec(block_size=BLOCK, page_size=64, blocks_per_request=2), replace(FULL, dtype=torch.half)
+    for spec, travels, is_unequal in ((hot, False, False), (other, False, True), (other, True, True)):
+        group = KVCacheGroupSpec(["more"], spec, enable_kv_transfer=travels)
+        one.connector.scheduler._cache = replace(one.cache, kv_cache_groups=[*one.cache.kv_cache_groups, group])
+        assert one.connector.supports_divergent_local_hybrid_hits is not is_unequal, (spec, travels)
 
 
 def test_windows_beside_states_are_there_whole(tmp_path: Path) -> None:
