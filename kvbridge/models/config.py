@@ -139,6 +139,14 @@ def _index(text: Text, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if layer >= depth or not shares(layer))
 
 
+def _index_of_some(text: Text, layers: int) -> frozenset[int]:
+    """HY V4's sparse layers, but those that use an earlier one's choice. Its drafts choose nothing."""
+    sparse, kinds = ("sparse", "sparse_attention", "deepseek_sparse_attention"), text.get("layer_types") or ()
+    usual = ["full" if layer % 4 == 1 or not layer else "shared" for layer in range(layers)]
+    types = text.get("indexer_types") or usual
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind in sparse and types[layer] != "shared")
+
+
 def _index_of_blocks(text: Text, layers: int) -> frozenset[int]:
     """MiniMax M3's layers that choose blocks. A draft's layers choose."""
     chosen, depth = [int(each) for each in _sparse(text)["sparse_attention_freq"]], _depth(text)
@@ -377,12 +385,15 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(_attention, period=2, has_one_pool=True),
     "gemma3_text": Family(_attention, period=6, has_one_pool=True),
     "gpt_oss": Family(_attention, period=2),
+    **dict.fromkeys(("beam", "muse_spark_text", "laguna", "flint"), Family(_attention)),
     "step3p5": Family(_attention, has_longer_window=True),
     "gemma4_text": Family(_gemma4, period=6),
     "llama4_text": Family(_llama4),
     "mimo_v2_flash": Family(_mimo, has_longer_window=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), MLA),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(_latent, index=_index)),
+    "hy_v4": Family(_latent, index=_index_of_some),
+    "dots3_note": Family(_unread, ("padded",)),
     **dict.fromkeys(
         ("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text", "minimax_m3_vl"),
         Family(_minimax, index=_index_of_blocks),

@@ -36,6 +36,7 @@ from ..adapters.engine.codecs import (
 )
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
+from ..adapters.vllm.backends import BACKENDS
 from ..cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
@@ -51,6 +52,7 @@ CODEC_OF_DTYPE: dict[str, tuple[CodecName, int]] = {
     "fp8_e5m2": ("fp8_e5m2", 1),
 }
 PartRows = tuple[str, Codec]  # a plane of a layer before it has a place
+CODE = {"vllm": "layer_unsupported", "sglang": "cache_unsupported"}
 M3_PACKED = "minimax_m3_nvfp4"
 PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 # DeepSeek V4: blocks of rows of 4 and 128 tokens. In vLLM those of windows, and of what these will be made of, by their
@@ -70,15 +72,14 @@ def pools_of(
         raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
     as_run = _as_run(model, command)
     return [
-        _pool(as_run, command, name, engine_id, pp_rank, tp_rank, is_decoder)
+        _pool(as_run, command, name, engine_id, pp_rank, rank, is_decoder)
         for pp_rank in range(command.pp)
-        for tp_rank in range(command.tp)
+        for rank in range(command.pcp * command.tp)
     ]
 
 
 def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
-    engine = command.engine
-    code = "layer_unsupported" if engine == "vllm" else "cache_unsupported"
+    engine, code = command.engine, CODE[command.engine]
     for kind in model.kinds:
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
@@ -123,11 +124,16 @@ def _takes_block_scales(model: ModelCache, command: EngineCommand, said: str) ->
 
 def _refused_states(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
     """As `state_of` in adapters/vllm/states.py and `check` in adapters/sglang/states.py refuse them."""
+    if command.replays_states:
+        yield refusal(CODE[command.engine], command.engine, "replayed state", model.family)
     if command.engine == "sglang":
         if command.has_decode_cache and command.has_host_cache and is_decoder:
             found = f"{model.family}: --enable-hierarchical-cache"
             yield refusal("cache_unsupported", "sglang", "state", found)
         return
+    if command.pcp > 1:
+        reason = f"{model.family}: recurrent states, prefill_context_parallel_size {command.pcp}; needs 1"
+        yield OperatorError("context_parallel_unsupported", reason)
     if command.state_mode == "all" and not command.has_private_blocks:
         yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")
     if command.is_drafting and model.state is not None and not model.state.takes_drafts_back:
@@ -160,9 +166,38 @@ def _has_plain_rows(command: EngineCommand) -> bool:
 
 
 def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
-    """As SGLang's adapter refuses them: `_check_parallel` in its manager.py, `check` and `_groups` in its pool.py."""
+    """What an adapter refuses whatever the model."""
     if command.is_hisparse:
-        yield refusal("cache_unsupported", "sglang", "host rows", "hisparse")
+        yield refusal(CODE[command.engine], command.engine, "host rows", "hisparse")
+    if command.engine == "vllm":
+        yield from _refused_by_vllm(model, command)
+    else:
+        yield from _refused_by_sglang(model, command, is_decoder)
+
+
+def _refused_by_vllm(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+    """As `describe` in the adapter's pool.py, `shard_of` in versions.py and `check_backend` in backends.py."""
+    if command.can_sleep:
+        yield OperatorError("sleep_mode_unsupported", "enable_sleep_mode: True, must be off")
+    if command.pcp > 1 and command.cp > 1:
+        sizes = f"prefill_context_parallel_size {command.pcp}, decode_context_parallel_size {command.cp}"
+        yield OperatorError("context_parallel_unsupported", f"{sizes}; needs one of them 1")
+    if (backend := command.backend.upper()) in ("", "AUTO"):
+        return
+    if backend not in BACKENDS:
+        reason = f"attention backend {backend}, whose order of rows kvbridge does not know; needs another"
+        yield OperatorError("backend_unsupported", reason)
+    elif (kind := BACKENDS[backend].rows) in UNSUPPORTED:
+        yield refusal("layer_unsupported", "vllm", kind, f"attention backend {backend}")
+    elif backend == "FLASHINFER_MLA_SPARSE_SM120" and not model.family.startswith("glm"):
+        reason = f"attention backend {backend} reads scales of {model.family} as powers of two; needs another"
+        yield OperatorError("scales_unknown", reason)
+
+
+def _refused_by_sglang(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
+    """As `_check_parallel` in the adapter's manager.py, and `check` and `_groups` in its pool.py."""
+    if command.is_unified:
+        yield refusal("cache_unsupported", "sglang", "unified", "KV pool: of --enable-unified-memory")
     if command.has_decode_cache and is_decoder and command.block_tokens == 1 and _has_window_pool(model, command):
         reason = "page_size: 1, must be larger beside layers with a window and a radix cache on the decode side"
         yield OperatorError("cache_unsupported", reason)
@@ -172,6 +207,7 @@ def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool
     switches = (
         ("enable_kv_cache_sharding", command.is_sharded),
         ("enable_dsa_cache_layer_split", command.is_layer_split),
+        ("enable_cp_tp_group_sharing", command.shares_groups),
     )
     for name, is_on in switches:
         if is_on:
@@ -426,9 +462,10 @@ def _pool(
     name: str,
     engine_id: str,
     pp_rank: int,
-    tp_rank: int,
+    rank: int,
     is_decoder: bool,
 ) -> Pool:
+    """Of one of a stage's ranks. Those of prefill context parallelism each have what their tensor-parallel one has."""
     depth = len(model.layers)
     layers = (*model.layers, *(model.drafts if command.drafts else ()))
     drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
@@ -440,7 +477,7 @@ def _pool(
         mine |= {depth + index: model.state.record for index in mine}
     if not mine:
         raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
-    parts = list(_parts(model, command, mine, tp_rank, is_decoder))
+    parts = list(_parts(model, command, mine, rank % command.tp, is_decoder))
     groups = list(dict.fromkeys(each.group for each in parts))
     planes: list[Plane] = []
     offset = 0
@@ -450,7 +487,7 @@ def _pool(
     return Pool(
         engine=Engine(kind=command.engine, version="", id=engine_id),
         model=model_record(name, mine, depth=depth, pp_size=command.pp, drafts=drafts, draft=name),
-        shard=_shard(command, pp_rank, tp_rank),
+        shard=_shard(command, pp_rank, rank),
         groups=tuple(groups),
         regions=(Region(offset),),
         planes=tuple(planes),
@@ -458,13 +495,13 @@ def _pool(
     )
 
 
-def _shard(command: EngineCommand, pp_rank: int, tp_rank: int) -> Shard:
+def _shard(command: EngineCommand, pp_rank: int, rank: int) -> Shard:
     return Shard(
-        tp_rank=tp_rank,
-        tp_size=command.tp,
+        tp_rank=rank,
+        tp_size=command.pcp * command.tp,
         pp_rank=pp_rank,
         pp_size=command.pp,
-        cp_rank=tp_rank % command.cp,
+        cp_rank=rank % command.cp,
         cp_size=command.cp,
         cp_interleave=command.cp_interleave if command.cp > 1 else 1,
     )

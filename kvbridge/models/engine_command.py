@@ -20,6 +20,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "tp": ("--tensor-parallel-size", "-tp"),
         "pp": ("--pipeline-parallel-size", "-pp"),
         "dp": ("--data-parallel-size", "-dp"),
+        "pcp": ("--prefill-context-parallel-size", "-pcp"),
         "cp": ("--decode-context-parallel-size", "-dcp"),
         "cp_interleave": ("--cp-kv-cache-interleave-size", "--dcp-kv-cache-interleave-size"),
         "block_tokens": ("--block-size",),
@@ -60,6 +61,8 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         "keeps_all": ("--disable-hybrid-kv-cache-manager",),
         "has_private_blocks": ("--no-enable-prefix-caching",),
+        "can_sleep": ("--enable-sleep-mode",),
+        "replays_states": ("--use-replayssm",),
     },
     "sglang": {
         "keeps_all": ("--disable-hybrid-swa-memory",),
@@ -70,6 +73,9 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "is_sharded": ("--enable-kv-cache-sharding",),
         "is_layer_split": ("--enable-dsa-cache-layer-split",),
         "has_small_index_keys": ("--enable-deepseek-v4-fp4-indexer",),
+        "shares_groups": ("--enable-cp-tp-group-sharing",),
+        "is_unified": ("--enable-unified-memory",),
+        "replays_states": ("--enable-linear-replayssm", "--enable-linear-replayssm-spec"),
     },
 }
 BACKENDS = ("backend", "prefill_backend", "decode_backend", "v4_backend")
@@ -92,12 +98,15 @@ class EngineCommand:
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     is_drafting    tokens are predicted, by whatever method
     attn_cp, attn_dcp, has_decode_cache, has_host_cache    SGLang's, refused where they matter
-    is_hisparse, is_sharded, is_layer_split, has_small_index_keys    the same
+    is_sharded, is_layer_split, has_small_index_keys, shares_groups, is_unified    the same
+    pcp, can_sleep    vLLM's: ranks of prefill context parallelism for each of tensor parallelism, and sleep mode
+    is_hisparse, replays_states    of both, refused where they matter
     """
 
     engine: str
     tp: int = 1
     pp: int = 1
+    pcp: int = 1
     cp: int = 1
     cp_interleave: int = 1
     block_tokens: int = 0
@@ -125,6 +134,10 @@ class EngineCommand:
     is_sharded: bool = False
     is_layer_split: bool = False
     has_small_index_keys: bool = False
+    shares_groups: bool = False
+    is_unified: bool = False
+    can_sleep: bool = False
+    replays_states: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -187,6 +200,8 @@ def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     attention = _json("--attention-config", str(given.pop("attention", "")))
     given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))
     given.setdefault("backend", str(attention.get("backend") or ""))
+    if engine == "vllm":
+        given["is_hisparse"] = attention.get("hisparse_config") is not None
     found = replace(EngineCommand(engine, block_tokens=USUAL_BLOCK[engine]), **given)
     for option, parts in (("--dp-size", in_attention), ("--attn-cp-size", found.attn_cp)):
         if found.tp % parts:

@@ -146,7 +146,7 @@ FAMILIES = (
     ),
     Family(
         "windows",
-        "gpt-oss",
+        "gpt-oss, Beam, Muse Spark, Laguna",
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
@@ -155,6 +155,13 @@ FAMILIES = (
             f"{GPU_WINDOWS}, {CPU_SGLANG_WINDOWS}",
             f"{GPU_WINDOWS}, {CPU_ACROSS}",
         ),
+    ),
+    Family(
+        "windows, in vLLM alone",
+        "Flint",
+        config("flint", 49, 32, 4, 128, sliding_window=513, layer_types=windows(49, 4)),
+        "sliding + full",
+        "",
     ),
     Family(
         "windows that are one token longer in SGLang",
@@ -232,6 +239,20 @@ FAMILIES = (
         "MLA, index keys",
         "DSATokenToKVPool",
         on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_ACROSS),
+    ),
+    Family(
+        "latents, of some layers index keys",
+        "HY V4",
+        latents("hy_v4", 34, layer_types=["full_attention"] * 2 + ["sparse"] * 32, **INDEX),
+        "MLA, index keys",
+        "",
+    ),
+    Family(
+        "padded latents",
+        "Dots 3 Note (SGLang's pool for it is refused, too)",
+        latents("dots3_note", 48, **INDEX),
+        "MLA as wide as its windows' latents, index keys",
+        "",
     ),
     Family(
         "full attention and index keys",

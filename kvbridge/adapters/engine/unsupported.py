@@ -32,11 +32,16 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states of this kind yet", OTHER),
     "cached state": Unsupported("recurrent states of every block", {"vllm": "--mamba-cache-mode align"}),
+    "replayed state": Unsupported(
+        "recurrent states whose last tokens are in a ring",
+        {"vllm": "no --use-replayssm", "sglang": "a server without --enable-linear-replayssm"},
+    ),
     "drafted state": Unsupported("these recurrent states beside drafts yet", NO_DRAFTS),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
+    "padded": Unsupported("latents that are padded to the width of those with a window yet", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
     "packed checkpoint": Unsupported(
         "rows that SGLang packs in NVFP4 for such a checkpoint on Blackwell",
@@ -45,7 +50,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "beside rows": Unsupported(
         "what it keeps beside rows", {"sglang": "EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none"}
     ),
-    "host rows": Unsupported("rows in host memory yet", {"sglang": "a server without --enable-hisparse"}),
+    "host rows": Unsupported(
+        "rows in host memory yet",
+        {"vllm": "an --attention-config without hisparse_config", "sglang": "a server without --enable-hisparse"},
+    ),
+    "unified": Unsupported(
+        "rows whose place their numbers do not say", {"sglang": "a server without --enable-unified-memory"}
+    ),
 }
 
 

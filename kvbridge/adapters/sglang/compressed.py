@@ -36,6 +36,7 @@ from ..engine.scores import Compressor, Scores
 from ..engine.unsupported import refusal
 
 KIND = "DeepSeekV4TokenToKVPool"
+PARTS = ("DeepSeekV4SingleKVPool", "DeepSeekV4IndexerPool", "CompressStatePool")  # what it is made of
 ALL, WINDOW = 0, 1  # groups
 READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
 RATIOS = (4, 128, 2)  # of rows that are made of several tokens
@@ -88,6 +89,10 @@ def check(pool: Any) -> None:
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise OperatorError("cache_unsupported", f"KV pool: {KIND} with {' and '.join(found)}; needs none of it")
+    parts = [pool.swa_kv_pool, *(item and item[2] for item in pool.layer_mapping), *pool.index_pools.values()]
+    parts += [*pool.compress_state_pools, *pool.indexer_compress_state_pools]
+    if others := sorted({type(each).__name__ for each in parts if each is not None} - set(PARTS)):
+        raise refusal("cache_unsupported", "sglang", "compressed", f"KV pool: {KIND} of {' and '.join(others)}")
     if pool.full_to_swa_index_mapping is None:
         raise OperatorError("cache_unsupported", f"KV pool: {KIND} whose window is not in pages: nothing maps slots")
     for dtype in {each.kv_score_buffer.kv_score.dtype for each in states}:

@@ -44,6 +44,10 @@ POOLS = {
     block_scales.MXFP8: "kv",
     "MiniMaxM3Nvfp4KVPool": "packed checkpoint",
     "HiSparseDSATokenToKVPool": "host rows",
+    **dict.fromkeys(
+        [f"Unified{name}" for name in ("MHATokenToKVPool", "MLATokenToKVPool", "HybridLinearKVPool", "SWAKVPool")],
+        "unified",
+    ),
 }
 HALF_KINDS = ("MHATokenToKVPool", block_scales.MXFP8)  # what each half of a `SWAKVPool` must be
 BESIDE_STATES = (*HALF_KINDS, "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention

@@ -29,7 +29,7 @@ from . import drafts
 
 STATE_GROUP = 1  # the number of the group of states; the attention layers' is 0
 # Of requests' places. A unified pool's slots are not where their numbers say.
-PLACES = ("HybridReqToTokenPool", "HybridMambaDecodeReqToTokenPool")
+PLACES, KIND = ("HybridReqToTokenPool", "HybridMambaDecodeReqToTokenPool"), "MambaPool"
 # SGLang's, of layers with a state.
 DELTA, MAMBA2, LIGHTNING = "RadixLinearAttention", "MambaMixer2", "BailingMoELinearAttention"
 CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
@@ -73,10 +73,13 @@ def check(queue: Any) -> None:
         # It brings back the rows of a prefix and no state, and a state that is on its way looks as if it were there.
         raise refusal("cache_unsupported", "sglang", "state", f"{found} and --enable-hierarchical-cache")
     states = pool.mamba_pool
+    if (kind := type(states).__name__) != KIND:
+        raise refusal("cache_unsupported", "sglang", "state", f"{found} with {kind}")
+    if states._slot_siblings:
+        raise refusal("cache_unsupported", "sglang", "state", f"{found} with {type(states._slot_siblings[0]).__name__}")
     # Of a slot whose last tokens are in a ring the state is an older one.
-    if states._slot_siblings or states.enable_linear_replayssm or states.enable_linear_replayssm_spec:
-        found += f" with {type(states._slot_siblings[0]).__name__ if states._slot_siblings else 'replayssm'}"
-        raise refusal("cache_unsupported", "sglang", "state", found)
+    if states.enable_linear_replayssm or states.enable_linear_replayssm_spec:
+        raise refusal("cache_unsupported", "sglang", "replayed state", found)
 
 
 def _check_draft(queue: Any, states: Any) -> None:

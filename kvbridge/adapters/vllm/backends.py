@@ -111,6 +111,7 @@ BACKENDS: dict[str, RowWriter] = {
     "SHORT_CONV_ATTN": RowWriter("short_conv", "model_executor/layers/mamba/short_conv.py"),
     "LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/base.py"),
     "BAILING_LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/bailing_linear_attn.py"),
+    "DOTS3_NOTE_PADDED_MLA_SPARSE": RowWriter("padded", "models/dots3_note/nvidia/attention.py"),
     "STEP5_CSA_SUMMARY": RowWriter("compressed", "models/step5/nvidia/sparse_summary_cache.py"),
     "KPOOL_TAIL": RowWriter("ring", "models/glm5next/nvidia/ops/kpool_compress.py:422"),
     "STEP5_CSA_TAIL_RING": RowWriter("ring", "models/step5/nvidia/csa_tail_ring.py"),

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ...errors import OperatorError
 from ..engine.memory import Memory, plane_of
 from ..engine.scores import Compressor, Scores
+from ..engine.unsupported import refusal
 from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
@@ -53,6 +54,8 @@ def describe(
             "sleep_mode_unsupported",
             "enable_sleep_mode: True, must be off: kvbridge does not follow a KV cache that goes away",
         )
+    if any(getattr(group, "host_resident", False) for group in cache.kv_cache_groups):
+        raise refusal("layer_unsupported", "vllm", "host rows", "hisparse")
     check_groups(cache)
     members = members_of(kv_caches, config, cache, shard)
     if not members:

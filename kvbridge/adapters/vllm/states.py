@@ -29,6 +29,8 @@ def state_of(name: str, spec: Any, layer: Any) -> State:
         raise refusal("layer_unsupported", "vllm", "state", f"{name}: {type(spec).__name__} of {backend_of(layer)}")
     if spec.mamba_cache_mode not in ("none", "align"):  # "all", up to 0.31
         raise refusal("layer_unsupported", "vllm", "cached state", f"{name}: mamba_cache_mode {spec.mamba_cache_mode}")
+    if getattr(layer, "use_replayssm", False):
+        raise refusal("layer_unsupported", "vllm", "replayed state", f"{name}: {backend_of(layer)}")
     if (drafts := drafted_blocks(spec)) and not state.takes_drafts_back:
         found = f"{name}: {backend_of(layer)}, num_speculative_tokens {drafts}"
         raise refusal("layer_unsupported", "vllm", "drafted state", found)

@@ -91,6 +91,23 @@ def gpt_oss(tp: int) -> Specs:
     return each(36, lambda i: sliding(8, 64, tp, 128) if (i + 1) % 2 else full(8, 64, tp))
 
 
+def flint(tp: int) -> Specs:
+    return each(49, lambda i: sliding(4, 128, tp, 513) if (i + 1) % 4 else full(4, 128, tp))
+
+
+def hy(tp: int) -> Specs:
+    """Layers 0 and 1 attend to all tokens, and each fourth of the others chooses for those after it."""
+    keys = {f"model.layers.{i}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for i in range(5, 34, 4)}
+    return latents(34) | keys
+
+
+def dots(tp: int) -> Specs:
+    """`Dots3NotePaddedMLAAttention`, beside windows of latents that are as wide."""
+    windowed = SlidingWindowMLASpec(**COMMON, num_kv_heads=1, head_size=1088, sliding_window=512)
+    padded = each(2, lambda i: replace(LATENT, head_size=1088), "DOTS3_NOTE_PADDED_MLA_SPARSE")
+    return beside(padded, windowed, "TRITON_MLA")
+
+
 def step(tp: int) -> Specs:
     return each(45, lambda i: sliding(8, 128, tp, 512) if (i + 1) % 4 else full(8, 128, tp))
 
@@ -260,6 +277,9 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "full attention": lambda tp: each(32, lambda i: full(8, 128, tp)),
     "windows, in SGLang without memory of their own": gemma3,
     "windows": gpt_oss,
+    "windows, in vLLM alone": flint,
+    "latents, of some layers index keys": hy,
+    "padded latents": dots,
     "windows that are one token longer in SGLang": step,
     "chunks": llama4,
     "windows with heads and widths of their own": gemma4,

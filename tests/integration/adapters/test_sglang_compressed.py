@@ -35,7 +35,7 @@ from testing.refusals import refused
 from tests.integration.adapters.sglang_v4 import CHUNK, PAGE, RATIOS, SHARED, Engine, Request
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_life import ADDRESS, FAILED, SUCCESS, WAITING, asked, manager, one_rank  # noqa: F401
-from tests.integration.adapters.test_sglang_pool import on_a_cpu  # noqa: F401  # a fixture
+from tests.integration.adapters.test_sglang_pool import on_a_cpu, renew  # noqa: F401  # a fixture
 from tests.integration.adapters.test_sglang_windows import carry
 
 pytestmark = pytest.mark.sglang
@@ -475,6 +475,9 @@ def test_states_in_bf16_become_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
             "sums in place of rows .SGLANG_OPT_",
         ),
         (lambda pool: setattr(pool.c4_indexer_kv_pool, "uses_aiter_fp4_layout", True), "index keys in AITER's order"),
+        (lambda pool: renew(pool.swa_kv_pool), "of DeepSeekV4SingleKVPoolOfItsOwn: .+ a row stands for several"),
+        (lambda pool: renew(pool.c4_indexer_kv_pool), "of DeepSeekV4IndexerPoolOfItsOwn: .+ a row stands for several"),
+        (lambda pool: renew(pool.compress_state_pools[2]), "of CompressStatePoolOfItsOwn: .+ a row stands for several"),
         (lambda pool: setattr(pool, "full_to_swa_index_mapping", None), "whose window is not in pages"),
     ],
 )

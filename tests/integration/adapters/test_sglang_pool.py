@@ -243,12 +243,20 @@ def test_what_moved_into_shared_memory_is_found_again() -> None:
         assert pool.data_ptrs.tolist() == [buffer.data_ptr() for buffer in buffers]
 
 
-def test_what_cannot_be_described_is_refused_by_name() -> None:
-    class MHATokenToKVPoolOfItsOwn(type(plain())):
-        """Any subclass keeps its rows in its own way."""
+def renew(pool: Any) -> None:
+    """It becomes one of a class that SGLang may have one day, and that keeps its rows in its own way."""
+    pool.__class__ = type(f"{type(pool).__name__}OfItsOwn", (type(pool),), {})
 
-    other = plain()
-    other.__class__ = MHATokenToKVPoolOfItsOwn
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_class_that_is_made_of_a_known_pool_is_not_known(name: str) -> None:
+    renew(pool := object.__new__(pool_class(name)))
+    with refused(OperatorError, "cache_unsupported", f"KV pool: {name}OfItsOwn, supported are "):
+        check(queue_of(pool))
+
+
+def test_what_cannot_be_described_is_refused_by_name() -> None:
+    renew(other := plain())
     tiled = plain()
     tiled.kv_cache_layout = "vectorized_5d"
     for queue, said in ((queue_of(other), "OfItsOwn"), (queue_of(tiled), "vectorized_5d")):
@@ -259,7 +267,7 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
 
 HOMES = (
     *("memory_pool", "swa_memory_pool", "qsa_kv_pool", "deepseek_v4_memory_pool", "hisparse_memory_pool"),
-    "minimax_m3_nvfp4_pool",
+    *("minimax_m3_nvfp4_pool", "unified_memory_pool"),
 )
 
 

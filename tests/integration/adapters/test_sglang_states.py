@@ -50,6 +50,7 @@ from tests.integration.adapters.test_sglang_pool import (  # noqa: F401
     on_a_cpu,
     plain,
     queue_of,
+    renew,
     sparse,
 )
 
@@ -402,12 +403,13 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
+        (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "in a ring; needs a"),
         (
             lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm_spec", True),
-            "with replayssm: .+ this k",
+            "states whose last tokens are in a ring; needs a server without --enable-linear-replayssm",
         ),
         (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
+        (lambda side: renew(side.places.mamba_pool), "with MambaPoolOfItsOwn: .+ states of this kind yet"),
         (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "hierarchical-.+ this kind"),
         (lambda side: setattr(side.places, "mamba_pool", object()), "HybridLinearKVPool beside Hybrid.+ this kind yet"),
         (lambda side: setattr(side.queue.scheduler.tp_worker.model_runner, "model", torch.nn.ModuleList()), "not know"),

@@ -19,18 +19,23 @@ import vllm
 from kvbridge_proto.pool import Shard
 from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.unsupported import UNSUPPORTED
 from kvbridge.adapters.vllm.backends import BACKENDS, MLA, V1
+from kvbridge.adapters.vllm.layers import KINDS
 from kvbridge.errors import OperatorError
 from testing.oracle import take_rows
 from testing.refusals import refused
@@ -236,6 +241,34 @@ def test_a_refusal_names_what_is_missing_and_what_would_help_whatever_the_dtype(
     assert NAME in str(caught.value) and f"kvbridge cannot carry {expected.missing}" in str(caught.value)
     helps = f"needs {expected.helps['vllm']}" if "vllm" in expected.helps else "no setting of the engine helps"
     assert str(caught.value).endswith(helps)
+
+
+KNOWN = {
+    FullAttentionSpec(**GQA): "FLASH_ATTN",
+    MLAAttentionSpec(**COMMON, head_size=576): "FLASHMLA",
+    SlidingWindowSpec(**GQA, sliding_window=8): "FLASH_ATTN",
+    SlidingWindowMLASpec(**COMMON, head_size=576, sliding_window=8): "FLASHMLA",
+    ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=8): "FLASH_ATTN",
+    MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)): "MAMBA1_ATTN",
+    CircularBufferSpec(**GQA): "CompressorBackend",
+}
+
+
+def test_a_spec_that_is_made_of_a_known_one_is_not_known() -> None:
+    """What vLLM may have one day: rows of its own, and the fields that it inherits. Alone, or in a group."""
+    assert {type(spec).__name__ for spec in KNOWN} == set(KINDS)
+    cache = {name: torch.zeros(6, 1, 64, 576, dtype=torch.uint8) for name in (NAME, NAME.replace("0", "1"))}
+    for spec, backend in KNOWN.items():
+        name = f"{type(spec).__name__}OfItsOwn"
+        made = object.__new__(type(name, (type(spec),), {}))
+        vars(made).update(vars(spec))
+        beside = dict(zip(cache, (spec, made), strict=True))
+        both = UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs=beside)
+        for specs in (dict.fromkeys(cache, made), beside):
+            with refused(OperatorError, "layer_unsupported", f"{name}, of which kvbridge does not know which rows it"):
+                build(cache, backend=backend, specs=specs)
+        with refused(OperatorError, "layer_unsupported", f"{name}, of which kvbridge does not know which rows it"):
+            build(cache, backend=backend, groups=[KVCacheGroupSpec(list(cache), both)])
 
 
 def test_every_kind_that_the_table_names_is_one_we_know() -> None:

@@ -30,6 +30,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
 from testing.oracle import take_rows
+from testing.refusals import refused
 from tests.integration.adapters.small import held, memory_of
 from tests.integration.adapters.world import World
 
@@ -172,6 +173,14 @@ def test_refuses_scales_that_fit_no_head_and_sleep_mode(change: dict[str, Any], 
     with pytest.raises(OperatorError, match=text) as error:
         fp8_with(**change)
     assert error.value.code == code
+
+
+def test_rows_in_host_memory_are_refused_by_name() -> None:
+    """vLLM's HiSparse (0.32)."""
+    caches = tensors("LBNH", 3)
+    group = KVCacheGroupSpec(list(caches), spec(), host_resident=True)
+    with refused(OperatorError, "layer_unsupported", "hisparse: .+ host memory yet; needs an --attention-config with"):
+        build(caches, groups=[group])
 
 
 def test_scales_that_are_not_stored_do_not_matter() -> None:

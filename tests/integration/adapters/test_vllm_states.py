@@ -233,6 +233,8 @@ def test_other_states_are_refused_by_name() -> None:
             )
         else:
             assert state_of(NAME, drafted, layer).takes_drafts_back
+    replaying = SimpleNamespace(**vars(GATED), use_replayssm=True)
+    refuses("layer_unsupported", "whose last tokens are in a ring; needs no --use-replayssm", of=replaying)
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
     cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="all")

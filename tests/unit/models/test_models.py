@@ -94,6 +94,11 @@ LAYERS: list[tuple[dict[str, Any], int, tuple[Any, ...]]] = [
     (config("gemma3_text", 12, 8, 4, 256, sliding_window=1024), 6, ("sliding", 4, 256, 256, 1024)),
     (config("gpt_oss", 4, 64, 8, 64, sliding_window=128), 0, ("sliding", 8, 64, 64, 128)),
     (config("gpt_oss", 4, 64, 8, 64, sliding_window=128), 1, ("full", 8, 64, 64, 0)),
+    *(
+        (config(name, 4, 64, 8, 64, sliding_window=128, layer_types=windows(4, 4)), layer, kept)
+        for name in ("beam", "muse_spark_text", "laguna")
+        for layer, kept in ((2, ("sliding", 8, 64, 64, 128)), (3, ("full", 8, 64, 64, 0)))
+    ),
     ({"text_config": GEMMA4}, 0, ("sliding", 8, 256, 256, 1024)),
     ({"model_type": "gemma4", "text_config": GEMMA4}, 5, ("full", 2, 512, 512, 0)),
     (MIMO, 0, ("full", 4, 192, 128, 0)),
@@ -107,6 +112,13 @@ LAYERS: list[tuple[dict[str, Any], int, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("config", "layer", "expected"), LAYERS)
 def test_a_layer_is_what_the_config_says(config: dict[str, Any], layer: int, expected: tuple[Any, ...]) -> None:
     assert layer_of(config, layer) == expected
+
+
+def test_hy_v4_chooses_in_its_sparse_layers_only() -> None:
+    kinds = ["full_attention", "sparse", *["deepseek_sparse_attention"] * 6]
+    for said, expected in (({}, {1, 5}), ({"indexer_types": ["full"] * 4 + ["shared"] * 4}, {1, 2, 3})):
+        assert read(latents("hy_v4", 8, layer_types=kinds, **INDEX, **said)).index == expected
+    assert not read(latents("hy_v4", 8, **INDEX)).index
 
 
 GEMMA4_31B = GEMMA4 | {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "num_attention_heads": 32}
