@@ -93,11 +93,14 @@ def sent(pool: Pool, layer: int, key: More, token: np.ndarray) -> tuple[np.ndarr
 
 @pytest.mark.parametrize(("ours", "theirs"), UNLIKE)
 def test_keys_arrive_as_the_other_engine_keeps_them(ours: str, theirs: str) -> None:
-    """Whatever the ranks and blocks; and nothing else in the receiver changes but the latents beside them."""
+    """Whatever the ranks and blocks; and nothing else in the receiver changes but the latents beside them.
+
+    Each pair has half of the ranks' and blocks' pairs.
+    """
     given, taken = KEYS[ours], KEYS[theirs]
     rotates = given.part != taken.part
     cases = itertools.product(((1, 1), (2, 1), (1, 2)), ((64, 64), (128, 64), (64, 128), (16, 64), (128, 16)))
-    for seed, ((sends, takes), (block, other)) in enumerate(cases):
+    for seed, ((sends, takes), (block, other)) in [*enumerate(cases)][UNLIKE.index((ours, theirs)) % 2 :: 2]:
         sender = model(given, tp_size=sends, block_tokens=block, blocks=-(-200 // block) + 2)
         receiver = model(taken, tp_size=takes, block_tokens=other, blocks=-(-200 // other) + 2, pad_bytes=16)
         for held, before, table, senders in carried(sender, receiver, seed):

@@ -104,19 +104,15 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
 
 def test_the_rest_of_a_failed_write_meets_the_digest_of_whoever_has_the_slot() -> None:
     """Nobody has quarantined it: the want of whoever has it fails, and would be wrong without the digest."""
-    seeds = range(14, 1000, 16)
     with prepared() as listener:
-        outcomes = {seed: play(make(seed), listener) for seed in seeds}
-        assert not any(outcome.failure for outcome in outcomes.values())
-        met = [seed for seed, outcome in outcomes.items() if _is_met(outcome)]
-        assert met
+        seed = next(seed for seed in range(14, 1000, 16) if _is_met(play(make(seed), listener)))
         with switched_off("ignore_digest"):
-            for seed in met:
-                assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
+            assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
 
 
 def _is_met(outcome: ScenarioOutcome) -> bool:
     """Whether a digest was wrong, and nothing but the rest of a write can be why."""
+    assert not outcome.failure
     return "spoil" not in outcome.faults and any(end == "failed digest_mismatch" for _, end in outcome.ends.values())
 
 
