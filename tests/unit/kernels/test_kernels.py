@@ -44,12 +44,12 @@ INTERPRETED_S = 1800.0  # half a minute alone; beside fifteen others that comput
 
 @pytest.mark.timeout(INTERPRETED_S + 20)
 @pytest.mark.parametrize(
-    ("script", "interprets", "least"),
-    [("interpreted.py", "1", 40), ("interpreted_pull.py", "1", 40), ("compiled.py", "0", 15)],
+    ("scripts", "interprets", "least"),
+    [("interpreted.py interpreted_pull.py", "1", 80), ("compiled.py", "0", 15)],
 )
-def test_kernels_are_interpreted_as_their_twins_and_compiled(script: str, interprets: str, least: int) -> None:
+def test_kernels_are_interpreted_as_their_twins_and_compiled(scripts: str, interprets: str, least: int) -> None:
     pytest.importorskip("triton")
-    run_with_triton(script, least, TRITON_INTERPRET=interprets)
+    run_with_triton(scripts, least, TRITON_INTERPRET=interprets)
 
 
 @pytest.mark.timeout(INTERPRETED_S + 20)
@@ -60,8 +60,8 @@ def test_the_oldest_triton_compiles_them() -> None:
     run_with_triton("compiled.py", 15, TRITON_INTERPRET="0", PYTHONPATH=str(oldest))
 
 
-def run_with_triton(script: str, least: int, **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "--tb=short", str(HERE / script)]
+def run_with_triton(scripts: str, least: int, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "--tb=short", *(str(HERE / script) for script in scripts.split())]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore::RuntimeWarning", **environment}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=INTERPRETED_S)
     passed = re.search(r"(\d+) passed", found.stdout)
