@@ -3,6 +3,7 @@
 In CI a skip that is not in MAY_SKIP is a failure.
 """
 
+import gc
 import os
 import re
 from collections.abc import Generator
@@ -13,6 +14,8 @@ import pytest
 from testing.loops import pytest_pyfunc_call  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
+
+gc.disable()  # until all tests are found: nothing of what this makes is garbage
 
 # What a test that skips may say in CI (where the variable CI is set, as .ci/run sets it), and why that is well.
 MAY_SKIP = {
@@ -26,6 +29,11 @@ MAY_SKIP = {
     r"no history of commits here": "a shallow clone, or a tree without git",
     r"agents of the default socket run here": "what else runs on this machine",
 }
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # collections skip the tests' and torch's hundred thousands of objects
 
 
 def refused(report: Any) -> Any:

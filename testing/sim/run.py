@@ -41,12 +41,13 @@ class SimListener(logging.Handler):
 def prepared() -> Iterator[SimListener]:
     """Log only errors, collect no garbage in the middle of a run, cache the results of pure functions."""
     listener, log = SimListener(), logging.getLogger("kvbridge")
-    level, propagates, was_on = log.level, log.propagate, gc.isenabled()
+    level, propagates, was_on, was_frozen = log.level, log.propagate, gc.isenabled(), gc.get_freeze_count()
     log.setLevel(logging.ERROR)
     log.propagate = False
     log.addHandler(listener)
     gc.disable()
-    gc.freeze()  # collections skip torch's hundred thousand objects
+    if not was_frozen:
+        gc.freeze()  # collections skip torch's hundred thousand objects
     try:
         with remembered():
             yield listener
@@ -54,7 +55,8 @@ def prepared() -> Iterator[SimListener]:
         log.removeHandler(listener)
         log.setLevel(level)
         log.propagate = propagates
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_on:
             gc.enable()
 
