@@ -480,7 +480,7 @@ class Agent:
             metrics=self.config.metrics,
             prompts=self.metrics.prompts(),
             failpoints=self._armed,
-            refusals=self.receiver.peers.refusals(),
+            refusals=self.receiver.peers.refusals(self.meetings.known),
             held=held(self.sending, now),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -437,12 +437,18 @@ class OutgoingPeers:
             if len(self._refusals) > MOST_REFUSALS:
                 del self._refusals[next(iter(self._refusals))]
 
-    def refusals(self) -> tuple[RefusalStatus, ...]:
-        """Whom we dialled lately and have no session with, the oldest attempt first."""
+    def refusals(self, to_meet: Container[str]) -> tuple[RefusalStatus, ...]:
+        """Whom we dialled lately and have no session with, the oldest attempt first. `to_meet` has addresses."""
         now = self._clock()
         self._refusals = {address: each for address, each in self._refusals.items() if now - each[0] < REFUSED_S}
         return tuple(
-            RefusalStatus(address=address[:256], code=code[:256], reason=reason[:2048], age_s=min(DAY_S, now - at))
+            RefusalStatus(
+                address=address[:256],
+                code=code[:256],
+                reason=reason[:2048],
+                age_s=min(DAY_S, now - at),
+                to_meet=address in to_meet,
+            )
             for address, (at, code, reason) in self._refusals.items()
         )
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -296,40 +296,36 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+SOCKETS = typer.Option(
+    help="An agent's unix socket; may be repeated. Default: all in /run/kvbridge and beside KVBRIDGE_SOCKET."
+)
+POOL = typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
+LABELS = typer.Option("--labels", help="Print labels for the attached engine's pod instead.")
+PROBE = typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
+WATCH = typer.Option("--watch", help="Redraw it every second, until Ctrl-C.")
+FLEET = typer.Option(
+    metavar="WHERE",
+    help="Ask agents of any host at their metrics ports: http://HOST:PORT, dns://NAME:PORT (each address of a name), "
+    "file:///PATH (lines of these), or prometheus=http://HOST:PORT (all that it scrapes). Repeatable.",
+)
+
+
 def status(
-    socket: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An agent's unix socket; may be repeated. Default: all in /run/kvbridge and beside KVBRIDGE_SOCKET."
-        ),
-    ] = None,
-    pool: Annotated[
-        bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
-    ] = False,
-    labels: Annotated[
-        bool, typer.Option("--labels", help="Print labels for the attached engine's pod instead.")
-    ] = False,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
-    ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Redraw it every second, until Ctrl-C.")] = False,
-    fleet: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHERE",
-            help="Ask agents of any host at their metrics ports: http://HOST:PORT, dns://NAME:PORT (each address of a "
-            "name), file:///PATH (lines of these), or prometheus=http://HOST:PORT (all that it scrapes). Repeatable.",
-        ),
-    ] = None,
+    socket: Annotated[list[str] | None, SOCKETS] = None,
+    pool: Annotated[bool, POOL] = False,
+    labels: Annotated[bool, LABELS] = False,
+    probe: Annotated[bool, PROBE] = False,
+    watch: Annotated[bool, WATCH] = False,
+    fleet: Annotated[list[str] | None, FLEET] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Show what the agents of this host are doing, or with --fleet which agents of many hosts are well.
 
     Exits with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With
-    --fleet: 0 if all are healthy and no agent that was dialled lately refuses a session. With --json:
-    the agent's message for one --socket, else a list of
-    {socket, status} or {socket, code, reasons}. With --probe: also 1 if a data thread, which moves all bytes, has not
-    come round for 5 s. One that compiles or allocates may take 30 s: count several failures before you act.
+    --fleet: 0 if all are healthy and no agent that was dialled lately refuses a session. With --json: the agent's
+    message for one --socket, else a list of {socket, status} or {socket, code, reasons}. With --probe: also 1 if a data
+    thread, which moves all bytes, has not come round for 5 s. One that compiles or allocates may take 30 s: count
+    several failures before you act.
 
     \b
     Examples:
@@ -343,9 +339,7 @@ def status(
       kvbridge status --fleet prometheus=http://prometheus:9090 --json
     """
     with told("status"):
-        from .status import probe as check
-        from .status import show, show_labels, show_pools
-        from .status import watch as follow
+        from . import status as agents
 
         if watch + pool + labels + probe + as_json > 1:
             raise OperatorError("bad_option", "--watch, --pool, --labels, --probe and --json: one of them")
@@ -354,17 +348,10 @@ def status(
         if fleet:
             from .fleet import show as show_fleet
 
-            show_fleet(fleet, as_json)
-        elif probe:
-            check(socket or [])
-        elif watch:
-            follow(socket or [])
-        elif pool:
-            show_pools(socket or [])
-        elif labels:
-            show_labels(socket or [])
-        else:
-            show(socket or [], as_json)
+            return show_fleet(fleet, as_json)
+        chosen = {agents.probe: probe, agents.watch: watch, agents.show_pools: pool, agents.show_labels: labels}
+        show = next((each for each, is_asked in chosen.items() if is_asked), partial(agents.show, as_json=as_json))
+        show(socket or [])
 
 
 def trace(

@@ -30,6 +30,7 @@ PROMETHEUS_S = 10.0
 AT_ONCE = MOST_LOOKUPS  # more names would not be looked up
 MOST_BYTES = 1 << 22
 SLOWEST = 5
+NOBODY = ("peer_unreachable", "too_many_links", "peer_not_allowed")  # no agent has answered at that address
 # What Prometheus may have scraped of agents lately, so that those that are down now are known.
 AGENTS = "last_over_time(kvbridge_build_info[1d])"
 
@@ -46,13 +47,17 @@ class PagePlace(NamedTuple):
 
 
 class PairRefused(NamedTuple):
-    """`receiver` dialled `sender`, and there is no session."""
+    """`receiver` dialled `sender`, and there is no session.
+
+    `is_meant` is False if only a request named that address and nobody answered there: a client may make it up.
+    """
 
     receiver: str
     sender: str
     code: str
     reason: str
     age_s: float
+    is_meant: bool
 
 
 class MeasuredRoute(NamedTuple):
@@ -73,14 +78,17 @@ def show(wheres: Sequence[str], as_json: bool) -> None:
     begun = time.monotonic()
     answers = asyncio.run(_asked(wheres))
     names = _names(answers)
-    refused, routes = list(_refused(answers, names)), sorted(_routes(answers, names), key=lambda each: each.bytes_per_s)
+    without, routes = list(_refused(answers, names)), sorted(_routes(answers, names), key=lambda each: each.bytes_per_s)
+    refused, in_vain = [pair for pair in without if pair.is_meant], [pair for pair in without if not pair.is_meant]
     ill = [str(place) for place, answer in answers.items() if isinstance(answer, str) or answer.problems]
     verdict = f"{len(answers) - len(ill)} of {len(answers)} agents healthy, {len(refused)} pairs without a session"
     if as_json:
-        write(_plain_json(verdict, answers, refused, routes[:SLOWEST]))
+        write(_plain_json(verdict, answers, refused, in_vain, routes[:SLOWEST]))
     else:
         asked = Text(f"asked in {time.monotonic() - begun:.2f} s", style="dim")
-        stdout().print(Group(Text(verdict, style="bold"), *_sections(answers, refused, routes[:SLOWEST]), asked))
+        stdout().print(
+            Group(Text(verdict, style="bold"), *_sections(answers, refused, in_vain, routes[:SLOWEST]), asked)
+        )
     if ill or refused or not answers:
         raise OperatorError("fleet_ill", verdict)
 
@@ -231,7 +239,8 @@ def _refused(answers: Mapping[PagePlace, Answer], names: Mapping[str, str]) -> I
     for page in (each for each in answers.values() if isinstance(each, StatusPage)):
         for each in page.refusals:
             sender = names.get(each.address, each.address)
-            yield PairRefused(names[page.address], sender, each.code, each.reason, each.age_s)
+            is_meant = each.to_meet or each.address in names or each.code not in NOBODY
+            yield PairRefused(names[page.address], sender, each.code, each.reason, each.age_s, is_meant)
 
 
 def _routes(answers: Mapping[PagePlace, Answer], names: Mapping[str, str]) -> Iterator[MeasuredRoute]:
@@ -247,7 +256,11 @@ def _routes(answers: Mapping[PagePlace, Answer], names: Mapping[str, str]) -> It
 
 
 def _plain_json(
-    verdict: str, answers: Mapping[PagePlace, Answer], refused: Sequence[PairRefused], routes: Sequence[MeasuredRoute]
+    verdict: str,
+    answers: Mapping[PagePlace, Answer],
+    refused: Sequence[PairRefused],
+    in_vain: Sequence[PairRefused],
+    routes: Sequence[MeasuredRoute],
 ) -> dict[str, Any]:
     agents = [
         {"at": str(place)} | ({"error": each} if isinstance(each, str) else json.loads(msgspec.json.encode(each)))
@@ -258,26 +271,32 @@ def _plain_json(
         "verdict": verdict,
         "agents": agents,
         "refused": [each._asdict() for each in refused],
+        "in_vain": [each._asdict() for each in in_vain],
         "slowest": [each._asdict() for each in routes],
     }
 
 
 def _sections(
-    answers: Mapping[PagePlace, Answer], refused: Sequence[PairRefused], routes: Sequence[MeasuredRoute]
+    answers: Mapping[PagePlace, Answer],
+    refused: Sequence[PairRefused],
+    in_vain: Sequence[PairRefused],
+    routes: Sequence[MeasuredRoute],
 ) -> Iterator[RenderableType]:
     agents = _table()
     for line in sorted((_line(*each) for each in answers.items()), key=lambda line: (line[1] == "healthy", line[0])):
         _add(agents, *line)
     yield agents
-    if refused:
-        pairs = _table()
-        for pair in refused:
-            _add(pairs, f"{pair.receiver} from {pair.sender}", f"{pair.age_s:.0f} s ago", f"{pair.code}: {pair.reason}")
-        yield from (Text("no session", style="bold"), pairs)
+    for title, pairs in (("no session", refused), ("named by requests, and nobody is there", in_vain)):
+        if pairs:
+            table = _table()
+            for each in pairs:
+                ago = f"{each.age_s:.0f} s ago"
+                _add(table, f"{each.receiver} from {each.sender}", ago, f"{each.code}: {each.reason}")
+            yield from (Text(title, style="bold"), table)
     if routes:
         slow = _table()
-        for each in routes:
-            _add(slow, f"{each.receiver} from {each.sender}", each.route, f"{each.bytes_per_s / 1e9:.3g} GB/s")
+        for route in routes:
+            _add(slow, f"{route.receiver} from {route.sender}", route.route, f"{route.bytes_per_s / 1e9:.3g} GB/s")
         yield from (Text("slowest routes", style="bold"), slow)
 
 

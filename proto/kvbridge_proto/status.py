@@ -89,13 +89,14 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 class RefusalStatus(Struct, frozen=True, kw_only=True):
     """An agent that we dialled in the last ten minutes and have no session with: which side refused, and why.
 
-    `age_s` is since the last attempt.
+    `age_s` is since the last attempt. `to_meet` says that our option `meet` names it, not a request alone.
     """
 
     address: Name
     code: Name
     reason: Annotated[str, Meta(max_length=2048)]
     age_s: Seconds
+    to_meet: bool = False
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):

@@ -98,6 +98,30 @@ def test_a_pair_that_refuses_is_named_with_the_reason_until_it_meets(start: Star
     assert "d from other" in seen and "24" in pair["reason"] and pair["reason"] in " ".join(seen.split())
 
 
+def test_addresses_that_clients_make_up_make_no_fleet_ill_unless_an_agent_is_to_meet_them(start: Start) -> None:
+    (sender, one), made_up, outside = start("p"), f"tcp://127.0.0.1:{free_port()}", "tcp://192.0.2.1:7700"
+    receiver, two = start("d", connect_s=0.5, dial="127.0.0.0/8:*")
+    for address, code in ((made_up, "peer_unreachable"), (outside, "peer_not_allowed")):
+        receiver.want(address, address, [1], range(16))
+        receiver.failed(address, code)
+    code, told, seen = fleet("2 of 2", at(one), at(two))
+    assert (code, told["verdict"]) == (0, "2 of 2 agents healthy, 0 pairs without a session"), seen
+    assert {each["sender"]: each["code"] for each in told["in_vain"]} == {
+        made_up: "peer_unreachable",
+        outside: "peer_not_allowed",
+    }
+    assert "named by requests, and nobody is there" in seen and f"d from {made_up}" in seen
+    told_to, three = start("m", connect_s=0.5, meet=made_up)
+    wait_for(lambda: told_to.agent.status.refusals, why=told_to.agent.text)
+    code, told, _ = fleet("2 of 2", at(one), at(three))
+    assert code == 1 and [each["sender"] for each in told["refused"]] == [made_up] and not told["in_vain"], told
+    frozen, four = start("f", connect_s=0.5, dial="127.0.0.1:1")
+    frozen.want("r", sender.agent.address, [1], range(16))  # the address of an agent of the fleet
+    frozen.failed("r", "peer_not_allowed")
+    code, told, _ = fleet("2 of 2", at(one), at(four))
+    assert code == 1 and told["verdict"].endswith("1 pairs without a session"), told
+
+
 def test_a_refusal_is_forgotten_once_there_is_a_session(start: Start) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     receiver, _ = start("d", meet=address, connect_s=0.5)

@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from kvbridge_proto import codec, common, door, engine, peer
+from kvbridge_proto import codec, common, door, engine, peer, status
 
 from tests.unit.proto.samples import BODIES, FROM_DOOR, TO_AGENT, TO_DOOR, TO_ENGINE, frames
 from tests.unit.proto.schemas import SCHEMA, schema_texts
@@ -46,6 +46,14 @@ def test_every_version_we_speak_has_golden_frames_that_decode() -> None:
         for path in paths:
             name = str(path.relative_to(GOLDEN / f"v{version}").with_suffix(""))
             codec.decode(path.read_bytes(), kinds[name])
+
+
+def test_no_key_of_the_page_status_is_gone_or_another_unless_its_schema_is() -> None:
+    """A new key is added to the file. One that is gone or means something else needs a new file, and PAGE_SCHEMA."""
+    text = (GOLDEN / f"status_page_{status.PAGE_SCHEMA}.json").read_bytes()
+    read = msgspec.json.decode(text, type=status.StatusPage)
+    assert json.loads(msgspec.json.encode(read)) == json.loads(text)
+    assert read.engine and read.engine.traits and read.peers and read.refusals and read.problems  # their keys count
 
 
 def test_tags_are_unique_in_each_union() -> None:
