@@ -438,6 +438,14 @@ def plan(
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
+    fleet: Annotated[
+        str,
+        typer.Option(
+            metavar="GOAL",
+            help="With --model: how many engines of each role are needed. GOAL is gpus=8,rate=7,prompt_tokens=4000,"
+            "answer_tokens=64,parameters=8e9 and what else shall differ: gpu, and each assumption that is printed.",
+        ),
+    ] = "",
     as_json: AsJSON = False,
 ) -> None:
     """Say whether two pools fit, why not, and what would move.
@@ -456,8 +464,14 @@ def plan(
       kvbridge plan prefill.json /run/kvbridge/agent-0.sock --tokens 8192
       kvbridge plan rank-0.json,rank-1.json decode.json --json
       kvbridge plan --model config.json 'vllm serve M -tp 2 --block-size 64' 'sglang --tp 4 --kv-cache-dtype fp8_e4m3'
+      kvbridge plan --model config.json 'vllm serve M' 'vllm serve M' \\
+        --fleet gpus=8,gpu=h200,rate=20,prompt_tokens=4000,answer_tokens=200,parameters=8e9
     """
     with told("plan"):
+        if fleet:
+            from .plan_fleet import show as show_fleet
+
+            return show_fleet(model, sender, receiver, fleet, as_json)
         from .plan import show
 
         show(sender, receiver, tokens, slot_bytes, rank, as_json, model)
