@@ -29,7 +29,7 @@ from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Failed, Refused
 from kvbridge_proto.pool import Handle
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
+from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver, WritesOver
 from kvbridge.device.fence import EngineFence
 from kvbridge.device.handles import export_all
 from kvbridge.loopback.messages import number_of, offer_of, want_of
@@ -323,6 +323,9 @@ class Engine:
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
                     say("reused", why=why)
+                case WritesOver(why=why) if self.job.role == "receiver":
+                    for name in list(self.open):
+                        self._end(name, "agent_gone", why)
                 case Over(why=why):
                     for name in list(self.open):
                         self._end(name, "agent_gone", LEFT if self._is_detaching else why)

@@ -162,6 +162,9 @@ class SimEngine:
     def unread(self, rank: SimRank) -> None:
         """Reads of what was offered over this connection do not count any more."""
 
+    def unwritten(self, rank: SimRank) -> None:
+        """The agent's process is gone: nothing is written for what was wanted over this connection."""
+
     def gone(self, rank: SimRank) -> None:
         """The agent will answer nothing more over this connection, and no longer touches memory."""
         raise NotImplementedError
@@ -430,6 +433,9 @@ class Decode(SimEngine):
         rank.rows.forget(rank.blocks, held.blocks)
 
     def gone(self, rank: SimRank) -> None:
+        self.unwritten(rank)
+
+    def unwritten(self, rank: SimRank) -> None:
         for held in self.held_as(False):
             if rank.number in held.open:
                 held.open.discard(rank.number)

@@ -146,6 +146,7 @@ class SimRank:
         elif not socket.is_crashed:
             self.engine.world.foul(f"{self.blocks.name}: its agent lives and has closed its end without a word")
         else:
+            self.engine.later(GONE_S, lambda: self.engine.unwritten(self) if self._socket is socket else None)
             self.engine.later(max(GONE_S, shared_s), self._end)
 
     def _end(self) -> None:

@@ -49,7 +49,7 @@ from ...device.handles import export_all
 from ...errors import EngineError
 from ...values import Value
 from .client import EngineClient
-from .link import AgentLink, Over, ReadsOver
+from .link import AgentLink, LinkEnd, Over, ReadsOver, WritesOver
 from .memory import Memory
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
@@ -374,7 +374,7 @@ class Conversation:
         for message in self._link.turn():
             self._on_message(message)
 
-    def _on_message(self, message: ToEngine | ReadsOver | Over) -> None:
+    def _on_message(self, message: ToEngine | LinkEnd) -> None:
         match message:
             case Done(number=number, unfilled_layers=layers, other_scores=other_scores):
                 self._note_unfilled(layers)
@@ -398,6 +398,8 @@ class Conversation:
                     self._end(number, code, "; ".join(reasons), kind=opened.kind)
             case ReadsOver(why=why):
                 self._all_lost("offer", why)
+            case WritesOver(why=why):
+                self._all_lost("want", why)
             case Over(why=why):
                 self._all_lost("offer", why)
                 self._all_lost("want", why)

@@ -59,10 +59,19 @@ class ReadsOver(Value):
     why: str
 
 
+class WritesOver(Value):
+    """The agent's process is gone: nothing writes our memory any more. Others may still read it on the agent's word."""
+
+    why: str
+
+
 class Over(Value):
     """The connection is over. No request made over it will be answered, and nothing touches our memory any more."""
 
     why: str
+
+
+LinkEnd = ReadsOver | WritesOver | Over
 
 
 class AgentLink:
@@ -92,7 +101,7 @@ class AgentLink:
         self._clock = clock
         self._first = first
         self.lock = threading.RLock()  # hold it while changing what `first` returns: no agent attaches meanwhile
-        self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
+        self._heard: list[ToEngine | LinkEnd] = []  # for the next turn
         # For the next turn too, by rendezvous id: an engine at rest takes no turn for hours, while others go on.
         self._kept: dict[str, KeptBy] = {}
         self.is_closed = False  # the engine has left: no more messages will be read
@@ -101,7 +110,7 @@ class AgentLink:
         self._has_let_go = True  # the agent said so, or never attached us
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
         self._unread_at = 0.0  # when reads no longer count, however the agent ended (ENDING)
-        self._reads_are_over = False  # ReadsOver has been reported
+        self._reads_are_over = self._writes_are_over = False  # ReadsOver, WritesOver has been reported
         self._is_shared = False  # other agents of this host may read our memory on the agent's word
         self._gone_at: float | None = None  # when a process without a pidfd counts as gone (ENDING)
         self._complaint = ""
@@ -141,7 +150,7 @@ class AgentLink:
     @property
     def is_attached(self) -> bool:
         """Whether messages may be sent. False until `turn` has reported the end of the previous connection."""
-        return self.state is LinkState.ATTACHED and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
+        return self.state is LinkState.ATTACHED and not any(isinstance(each, LinkEnd) for each in self._heard)
 
     def start(self, wait_s: float) -> bool:
         """For start-up only: wait until attached or refused for good, at most `wait_s`. Returns whether attached.
@@ -171,7 +180,7 @@ class AgentLink:
         with self.lock:
             return self.state is LinkState.ATTACHED and self._send(message)
 
-    def turn(self) -> list[ToEngine | ReadsOver | Over]:
+    def turn(self) -> list[ToEngine | LinkEnd]:
         """Move what waits both ways, and return what concerns the engine. Never blocks."""
         with self.lock:
             self._drive()
@@ -201,7 +210,7 @@ class AgentLink:
             self._is_resting = False
 
     def give_up(self, why: str) -> None:
-        """Stop using this connection. `turn` reports `Over` later, and `ReadsOver` before it if reads end first."""
+        """Stop using this connection. `turn` reports `Over` later, and before it `ReadsOver` or `WritesOver`."""
         with self.lock:
             self._lose(why)
 
@@ -304,7 +313,8 @@ class AgentLink:
         self.client.hang_up(why)
         self._step(LinkEvent.LOSE)
         self.attached, self.why = None, why
-        self._unread_at, self._gone_at, self._reads_are_over = self._clock() + READERS_S, None, False
+        self._unread_at, self._gone_at = self._clock() + READERS_S, None
+        self._reads_are_over = self._writes_are_over = False
         self._complain(f"{what} the agent at {self.client.path}: {why}")
 
     def _look_for_the_end(self) -> None:
@@ -323,6 +333,9 @@ class AgentLink:
         elif is_unread and not self._reads_are_over:
             self._reads_are_over = True
             self._heard.append(ReadsOver(self.why))
+        elif is_gone and not self._writes_are_over:
+            self._writes_are_over = True
+            self._heard.append(WritesOver(self.why))
 
     def _later(self, why: str) -> None:
         self.why = why

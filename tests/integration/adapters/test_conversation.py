@@ -278,6 +278,20 @@ def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_
     assert talk.engine.turn() == [Ended(ONE, "r", "want", "agent_lost", "the agent is gone")]
 
 
+@pytest.mark.proves("G8")
+def test_wants_do_not_wait_for_those_who_read_on_the_word_of_an_agent_that_is_gone(talk: Talk) -> None:
+    agent = FakeAgent(talk.path)
+    agent.is_shared = True
+    talk.again(agent)
+    talk.begin()
+    agent.pump()
+    agent.hang_up()
+    agent.vanish()
+    assert talk.engine.turn() == [Ended(ONE, "r", "want", "agent_lost", "the agent is gone")]
+    assert talk.pass_time(0.9 * READERS_S) == [] and talk.engine.is_open(OTHER)
+    assert talk.pass_time(0.1 * READERS_S) == [Ended(OTHER, "o", "offer", "agent_lost", "the agent is gone")]
+
+
 def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
     talk.begin()
     ended = talk.engine.turn()

@@ -26,7 +26,7 @@ from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import ATTACH_RETRY_S, AgentLink, Over, ReadsOver
+from kvbridge.adapters.engine.link import ATTACH_RETRY_S, AgentLink, Over, ReadsOver, WritesOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
 from testing.waiting import wait_for
@@ -185,15 +185,15 @@ def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
 def test_other_agents_that_read_on_the_word_of_a_dead_one_are_waited_for(
     link: AgentLink, agent: FakeAgent, clock: Clock, is_gone_first: bool
 ) -> None:
-    """They read until their leases end, however dead it is."""
+    """They read until their leases end, however dead it is. Nothing is written from when it is."""
     agent.is_shared = True
     attach(link, agent)
     agent.hang_up()
     if is_gone_first:
         agent.vanish()
-    for passed_s in (0.0, READERS_S - 0.001):
-        clock.now += passed_s
-        assert link.turn() == [] and link.state is LinkState.ENDING
+    assert link.turn() == ([WritesOver("the agent is gone")] if is_gone_first else [])
+    clock.now += READERS_S - 0.001
+    assert link.turn() == [] and link.state is LinkState.ENDING
     clock.now += 0.001
     if not is_gone_first:
         assert link.turn() == [ReadsOver("the agent is gone")] and link.state is LinkState.ENDING
