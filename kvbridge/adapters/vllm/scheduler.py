@@ -44,6 +44,7 @@ from ..engine.kept import KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
+from .fetches import Fetch, Fetches
 from .layers import is_never_cached, kind_of
 from .options import VLLMOptions
 from .params import FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
@@ -140,16 +141,18 @@ class PromptOffered:
 class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends.
 
-    `want` is an empty one: it declines the prompt. `leader` is another request that fetched the same prompt: this one
-    has waited for it, and shares the blocks that came. `kept_tokens`: only so many are kept, of an earlier turn.
+    `want` is an empty one: it declines the prompt. `shared` is a fetch of the same prompt, for another request, that
+    this one waits for or has waited for; `joins` if its rows are to be copied. `is_late`: they were there before this
+    one had blocks. `kept_tokens`: only so many are kept, of an earlier turn.
     """
 
     want: Want
     prompt_tokens: int
     kept_tokens: int = 0
     first_token: int = 0
-    leader: str = ""
-    is_shared: bool = False
+    shared: Fetch | None = None
+    joins: bool = False
+    is_late: bool = False
 
 
 class SchedulerSide:
@@ -195,8 +198,8 @@ class SchedulerSide:
         self._came: list[str] = []  # since the last step
         # Requests whose prompt will be computed here: its tokens, and why.
         self._unfetched: dict[str, tuple[int, str]] = {}
-        self._awaited: dict[str, int] = {}  # by request id: the number of its want
-        self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
+        self._fetches = Fetches(lambda request: request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
         self._whole_tokens = lcm(*(group.block_tokens for group in self._tables.groups))
         # With several draft modules, rows of the last tokens come from guesses; windows begin where one token is left.
@@ -305,7 +308,9 @@ class SchedulerSide:
             self._step.before.append(Abandon(number=receiving.want.number, reason=reason))
             if not receiving.kept_tokens:
                 self._unfetched[request_id] = receiving.prompt_tokens, "other_weights"
+            self._stop_waiting(request_id, receiving, reason)
         self._receiving.clear()
+        self._fetches.end_all()
         for sending in self._sending.values():
             sending.weights = UNNAMED if sending.tables or sending.has_fetched else weights
         self._step.before.append(Weights(version=weights))
@@ -550,7 +555,7 @@ class SchedulerSide:
             receiving = self._look_up(request)
         if receiving is None:
             return 0, False
-        receiving.first_token = computed
+        receiving.first_token, receiving.joins = computed, False
         if not self._has_agents:
             return 0, False
         count = request.num_prompt_tokens - self._last_tokens - computed
@@ -558,10 +563,17 @@ class SchedulerSide:
             is_there = receiving.want.rendezvous in self._kept
             count = min(count, receiving.kept_tokens - computed) if is_there else 0
             return (count, True) if count >= PREFIX_TOKENS else (0, False)
-        if self._is_led(receiving):
-            return None, False
-        receiving.is_shared = bool(receiving.leader) and count < self._block_tokens
-        return (count, True) if count > 0 and not receiving.is_shared else (0, False)
+        if (fetch := self._fetches.find(receiving.want, receiving.shared)) is not None:
+            receiving.shared, is_whole = fetch, not (self._tables.has_windows or self._tables.has_states)
+            can_join = is_whole and count > 0 and not fetch.is_over and computed >= fetch.want.first_token
+            if self._fetches.is_needed(fetch) and (self._caches_prefixes or not can_join):
+                fetch.waiting.add(request.request_id)
+                return None, False
+            receiving.joins = can_join
+        shared = receiving.shared
+        is_late = shared is not None and (shared.is_good or count < self._block_tokens)
+        receiving.is_late = is_late and not receiving.joins
+        return (count, True) if count > 0 and not receiving.is_late else (0, False)
 
     def _look_up(self, request: Request) -> PromptWanted | None:
         """What another engine keeps of a prompt that we are to offer: an earlier turn of its conversation."""
@@ -582,20 +594,6 @@ class SchedulerSide:
         self._receiving[request.request_id] = receiving
         return receiving
 
-    def _is_led(self, receiving: PromptWanted) -> bool:
-        """Whether another request fetches this prompt now. What was offered before is there for one want only.
-
-        The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
-        prefix cache has them for the others. Each waits for one request at most. Beside states that cache has rows, but
-        no state where the prompt ends. So the others compute it from the last state that is there: they may not ask for
-        what is gone, as vLLM's policy may fail them.
-        """
-        leader = self._fetching.get(receiving.want.rendezvous) if receiving.want.is_offered else None
-        if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return False
-        receiving.leader = receiving.leader or str(leader.request_id)
-        return receiving.leader == str(leader.request_id)
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         self._pressure.has_blocks(request.request_id)
         receiving = self._receiving.pop(request.request_id, None)
@@ -604,28 +602,39 @@ class SchedulerSide:
         # In vLLM's own record too: a retry after a failed receive must not fetch again.
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
-        want = receiving.want
+        want, shared = receiving.want, receiving.shared
+        joins = receiving.joins and external_tokens > 0
+        if not joins:
+            self._stop_waiting(request.request_id, receiving, "not needed")
         if receiving.kept_tokens and external_tokens == 0:  # our own prefix cache has most of it
             return self._step.before.append(Abandon(number=want.number, reason="not needed"))
         if receiving.kept_tokens:
             self._kept.gone(want.rendezvous)  # it serves one request
         if external_tokens == 0:
             self._step.before.append(want)
-            if receiving.is_shared:
+            if receiving.is_late:
                 self._compute(request, "already_fetched")
             elif not self._has_agents:
                 self._compute(request, "agent_missing")
             return
-        if want.is_offered:
-            self._fetching[want.rendezvous] = request
         if (sending := self._sending.get(request.request_id)) is not None:
             sending.has_fetched = True
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
         blocks = self._tables.wanted(table, first, end)
-        self._step.before.append(replace(want, first_token=first, end_token=end, blocks=blocks))
-        self._step.awaited[want.number] = request.request_id
-        self._awaited[request.request_id] = want.number
+        filled = replace(want, first_token=first, end_token=end, blocks=blocks)
+        if joins and shared is not None:
+            filled = replace(filled, number=next(self._numbers))
+            self._fetches.join(request, filled, shared, want)
+            self._step.joined[filled.number] = shared.want.number
+        else:
+            self._fetches.begin(request, filled, is_for_all=not receiving.kept_tokens)
+        self._step.before.append(filled)
+        self._step.awaited[filled.number] = request.request_id
+
+    def _stop_waiting(self, request_id: str, receiving: PromptWanted, reason: str) -> None:
+        if receiving.shared is not None:
+            self._step.before += self._fetches.stop_waiting(request_id, receiving.shared, reason)
 
     def _compute(self, request: Request, reason: str) -> None:
         """Report that it is computed here, once it begins (`_follow`)."""
@@ -642,8 +651,8 @@ class SchedulerSide:
         if (receiving := self._receiving.pop(request_id, None)) is not None:  # it never got blocks
             abandon = Abandon(number=receiving.want.number, reason="not needed")
             self._step.before.append(abandon if receiving.kept_tokens else receiving.want)
-        if (number := self._awaited.get(request_id)) is not None:
-            self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
+            self._stop_waiting(request_id, receiving, "not needed")
+        self._step.before += self._fetches.ended(request_id, request.status.name.lower())
         sending = self._sending.pop(request_id, None)
         if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
             self._offer_nothing(request, sending.rendezvous, sending.lacking or request.status.name.lower())
@@ -734,9 +743,7 @@ class SchedulerSide:
         self._reclaim(self._clock())
         if self._came:
             self._expect_queued()
-        if self._fetching:
-            waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
+        self._fetches.forget_used()
         for request_id, count in output.num_scheduled_tokens.items():
             sending = self._sending.get(request_id)
             if sending is not None and not sending.is_whole:
@@ -747,7 +754,7 @@ class SchedulerSide:
         step.is_used = self._is_used = self._is_used or is_computing
         self._empty_steps = 0 if is_computing else self._empty_steps + 1
         self._in_flight.append(is_computing)
-        if self._may_rest and not any(self._in_flight) and (self._awaited or self._empty_steps > REST_AFTER_STEPS):
+        if self._may_rest and not any(self._in_flight) and (self._fetches or self._empty_steps > REST_AFTER_STEPS):
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else EMPTY_STEP_REST_S
         return step
 
@@ -867,8 +874,11 @@ class SchedulerSide:
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
+        self._fetches.failed(getattr(output, "failed_recving", None) or set(), output.invalid_block_ids or set())
         for request_id in output.finished_recving or ():
-            self._awaited.pop(request_id, None)
+            over, returned = self._fetches.reported(request_id)
+            self._step.reported += over
+            self._step.before += returned
         for request_id in output.finished_sending or ():
             self.held.free(request_id)
         said = output.kv_connector_worker_meta

@@ -21,15 +21,18 @@ class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
 
     `before` goes out before the forward pass, `after` once it has run or is enqueued. `awaited` maps wants, by number,
     to requests whose receive must be reported. `held` maps offers to requests whose blocks are kept until reported as
-    sent. `rest_s` is how long a worker may wait for its agent in this step, because the engine has had nothing to
-    compute for some steps. `is_used` is true once anything was computed, in this step or before. In a roll call every
-    worker says where its agent is, changed or not.
+    sent. `joined` maps wants that no agent hears of to the one whose rows they get copies of; those that are `reported`
+    nobody joins any more. `rest_s` is how long a worker may wait for its agent in this step, because the engine has had
+    nothing to compute for some steps. `is_used` is true once anything was computed, in this step or before. In a roll
+    call every worker says where its agent is, changed or not.
     """
 
     before: list[ToAgent] = field(default_factory=list)
     after: list[ToAgent] = field(default_factory=list)
     awaited: dict[int, str] = field(default_factory=dict)
     held: dict[int, str] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
+    reported: list[int] = field(default_factory=list)
     rest_s: float = 0.0
     is_used: bool = False
     is_roll_call: bool = False

@@ -42,6 +42,7 @@ from ..engine.scores import Scores
 from .block_tables import GroupTables
 from .last_blocks import LastBlocks
 from .options import VLLMOptions
+from .pages import Pages
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -91,6 +92,7 @@ class WorkerSide:
     """
 
     _conversation: Conversation
+    _pages: Pages | None
     _scales: LayerScales
     _scores: Scores | None
 
@@ -115,6 +117,8 @@ class WorkerSide:
         self._step: ConnectorStep | None = None  # the step whose part after the forward is still to be done
         self._attached: Attached | None = None  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
+        self._joined: dict[int, dict[int, Receive]] = {}  # by the want whose rows they get, by their own number
+        self._over: dict[int, tuple[Receive, str]] = {}  # with its code: wants that others may still join
         self._abandoned: set[int] = set()  # open wants of requests that are gone
         self._last_blocks: LastBlocks | None = None
         self._rest_s = 0.0
@@ -149,9 +153,10 @@ class WorkerSide:
         if self._options.cross_layer and (count := len(memory.pool.regions)) > 1:
             log.warning("kvbridge_cross_layer: %d tensors still hold the layers; %s", count, ONE_TENSOR)
         self._scales, self._scores = LayerScales(memory.pool, layers or {}), memory.scores
+        self._pages = None
         if clears_last_blocks(self._cache):
             tables = GroupTables.of(self._cache, self._config.parallel_config)
-            self._last_blocks = LastBlocks.of(memory, [group.block_tokens for group in tables.groups])
+            self._last_blocks = LastBlocks.of(memory, Pages.of(memory), [group.block_tokens for group in tables.groups])
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(
             path,
@@ -212,16 +217,24 @@ class WorkerSide:
         self._turn()
         if step.before:
             self._send(conversation, step)
+        for number in step.reported:
+            self._over.pop(number, None)
 
     def _send(self, conversation: Conversation, step: ConnectorStep) -> None:
-        wants = [each for each in step.before if isinstance(each, Want) and each.number in step.awaited]
+        fetched = step.awaited.keys() - step.joined.keys()
+        wants = [each for each in step.before if isinstance(each, Want) and each.number in fetched]
         fence = conversation.upcoming if wants else 0
         if not fence:  # on a CPU
             self._clear(wants)
         for message in step.before:
-            if isinstance(message, Abandon) and conversation.is_open(message.number):
-                self._abandoned.add(message.number)
-            if isinstance(message, Want) and message.number in step.awaited:
+            if isinstance(message, Abandon):
+                if self._leaves(message.number):
+                    continue
+                if conversation.is_open(message.number):
+                    self._abandoned.add(message.number)
+            if isinstance(message, Want) and message.number in step.joined:
+                self._join(Receive(step.awaited[message.number], message), step.joined[message.number])
+            elif isinstance(message, Want) and message.number in step.awaited:
                 self._want(replace(message, fence=fence), step.awaited[message.number])
             elif not isinstance(message, Weights):
                 conversation.send(message)
@@ -272,13 +285,28 @@ class WorkerSide:
         if any(each.request_id == request_id for each in self._receives.values()):
             # Of a request that is gone. vLLM would take its report for this one's.
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
-            return self._failed(want.number, receive, "duplicate_request")
+            return self._received(receive, "duplicate_request")
         if self._scales.is_pending:
             log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
-            self._failed(want.number, receive, "scales_pending")
+            self._received(receive, "scales_pending")
             return self._conversation.want(nothing_of(want))
         self._receives[want.number] = receive
         self._conversation.want(want)
+
+    def _join(self, receive: Receive, number: int) -> None:
+        """It gets copies of this want's rows, now if they are there."""
+        if number in self._over:
+            self._share(receive, *self._over[number])
+        else:
+            self._joined.setdefault(number, {})[receive.want.number] = receive
+
+    def _leaves(self, number: int) -> bool:
+        """Whether this one had joined another: its blocks are not written any more."""
+        for joined in self._joined.values():
+            if (receive := joined.pop(number, None)) is not None:
+                self._reports.received.add(receive.request_id)
+                return True
+        return False
 
     def _turn(self) -> None:
         for heard in self._conversation.turn():
@@ -300,42 +328,61 @@ class WorkerSide:
                     self._kept.append(heard)
 
     def _want_ended(self, ended: Ended) -> None:
-        number, name = ended.number, ended.request
+        number, name, code = ended.number, ended.request, ended.code
         receive = self._receives.pop(number, None)
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
-            self._failed(number, receive, ended.code)
         elif self._scales.is_taking:
             log.warning("%s: KV came under the previous scales", name)
-            self._failed(number, receive, "rescaled")
+            code = "rescaled"
         else:
             self._scales.is_used = True
-            if receive is not None:
-                self._received(ended, receive)
+            if receive is not None and ended.other_scores:
+                code = self._finish_scores(receive.want)
+        if receive is not None:
+            self._received(receive, code)
         self._abandoned.discard(number)
 
-    def _received(self, ended: Ended, receive: Receive) -> None:
-        """Its rows are there. Report it once their scores are finished, or are behind what the GPU does now."""
-        if ended.other_scores:
-            try:
-                if self._scores is None:
-                    raise RuntimeError("the engine's scores are not known here")
-                self._scores.finish(receive.want)
-            except Exception as error:  # such as no memory for the sums: vLLM computes the prompt
-                log.warning("%s: KV came, but not its scores' weights: %s", ended.request, error)
-                return self._failed(ended.number, receive, "scores_unfinished")
-        self._reports.received.add(receive.request_id)
+    def _finish_scores(self, want: Want) -> str:
+        """So that they are finished, or will be before what the GPU does next. Returns a code if they cannot be."""
+        try:
+            if self._scores is None:
+                raise RuntimeError("the engine's scores are not known here")
+            self._scores.finish(want)
+        except Exception as error:  # such as no memory for the sums: vLLM computes the prompt
+            log.warning("%s: KV came, but not its scores' weights: %s", want.request, error)
+            return "scores_unfinished"
+        return ""
 
-    def _failed(self, number: int, receive: Receive | None, code: str) -> None:
-        """Report it. Count what vLLM now computes; without `recompute` the request fails instead."""
-        if receive is None:
-            return
+    def _received(self, receive: Receive, code: str) -> None:
+        """Its rows are there, or `code` says why not. Report it, and those that joined it."""
+        number = receive.want.number
+        self._over[number] = receive, code
+        self._report(receive, code)
+        for each in self._joined.pop(number, {}).values():
+            self._share(each, receive, code)
+
+    def _share(self, receive: Receive, source: Receive, code: str) -> None:
+        """Copy what came into another's blocks, in the engine's stream: before any of these requests runs."""
+        if not code:
+            try:
+                self._pages = self._pages or Pages.of(self._conversation.memory)
+                self._pages.copy(source.want, receive.want)
+            except Exception as error:  # such as no memory: vLLM computes the prompt
+                log.warning("%s: KV came, but could not be copied for it: %s", receive.want.request, error)
+                code = "not_copied"
+        self._report(receive, code)
+
+    def _report(self, receive: Receive, code: str) -> None:
+        """Count what vLLM now computes if it failed; without `recompute` the request fails instead."""
         self._reports.received.add(receive.request_id)
+        if not code:
+            return
         self._reports.failed.add(receive.request_id)
         self._reports.failed_blocks.update(receive.blocks)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
-        if number not in self._abandoned and transfer.kv_load_failure_policy == "recompute":
+        if receive.want.number not in self._abandoned and transfer.kv_load_failure_policy == "recompute":
             self._conversation.send(Computed(tokens=receive.tokens, reason=code))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
@@ -556,39 +558,159 @@ def test_equal_requests_share_one_fetch(world: World, agent: FakeAgent, tokens: 
 def test_what_waited_for_an_equal_request_goes_on_at_once_if_that_one_fails(
     world: World, agent: FakeAgent, is_aborted: bool
 ) -> None:
-    """It shares what that one computes instead, or asks for itself; none waits for a second one."""
+    """It shares what that one computes instead; none waits for a second one. What was offered for it is given back."""
     prompt = list(range(40))
-    names = [f"{n}_cmpl-a-{n}a2b3c4d" for n in range(3)]
-    requests = [world.decode(prompt=prompt, name=name, **told_of_an_offer(prompt)) for name in names]
+    requests = equal(world, prompt, 3)
     world.steps(2)
     first = agent.one(Want)
     if is_aborted:
         world.abort(requests[0])
         world.steps(1)
     agent.say(failed(first))
+    world.steps(4)
+    rest = agent.take(Want)
+    assert {each.request for each in rest} == {each.request_id for each in requests[1:]}
+    assert not any(each.end_token for each in rest)
+    world.finish()
+
+
+def equal(world: World, prompt: list[int], count: int) -> list[Request]:
+    """The answers of a call, as vLLM names them."""
+    names = [f"{n}_cmpl-a-{n}a2b3c4d" for n in range(count)]
+    return [world.decode(prompt=prompt, name=name, **told_of_an_offer(prompt)) for name in names]
+
+
+def bytes_of(world: World, ids: Sequence[int], rank: int = 0) -> list[torch.Tensor]:
+    """Views of a rank's bytes of these blocks."""
+    memory = world.workers[rank].worker._conversation.memory
+    stride = memory.pool.planes[0].block_stride
+    flat = torch.empty(0, dtype=torch.uint8).set_(memory.storages[0])
+    return [flat[each * stride : (each + 1) * stride] for each in ids]
+
+
+def fill(world: World, want: Want, rank: int = 0) -> None:
+    """What the agent does: rows in all blocks of a want, other ones on each rank."""
+    for number, each in enumerate(bytes_of(world, want.blocks[0].ids, rank)):
+        each[:] = 10 * (rank + 1) + number
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_without_a_prefix_cache_equal_requests_get_copies_of_what_came_once(
+    tmp_path: Path, is_async: bool, hooks: str
+) -> None:
+    """On every rank, whichever has its rows first; nobody computes more than the last token."""
+    world = World(tmp_path, tp=2, caching=False, async_scheduling=is_async, hooks=hooks).ready()
+    requests = equal(world, list(range(40)), 4)
     world.steps(3)
+    firsts = [agent.one(Want) for agent in world.agents]
+    late = world.decode(prompt=list(range(40)), name="4_cmpl-a-4a2b3c4d", **told_of_an_offer(list(range(40))))
+    for rank, (agent, first) in enumerate(zip(world.agents, firsts, strict=True)):
+        fill(world, first, rank)
+        agent.say(done(first))
+        world.steps(2)
+    for rank, first in enumerate(firsts):
+        assert first.request == requests[0].request_id
+        found = [torch.stack(bytes_of(world, world.block_ids(each), rank)[:3]) for each in (*requests, late)]
+        assert found[0].unique().tolist() == [10 * (rank + 1) + n for n in range(3)]
+        assert all(each.equal(found[0]) for each in found)
+    assert len({block for each in requests for block in world.block_ids(each)}) >= 3 * 4, "each has its own blocks"
+    world.steps(2)
+    assert all(each.status == RequestStatus.RUNNING for each in requests)
+    returned = world.agents[0].take(Want)
+    assert {each.request for each in returned} == {each.request_id for each in (*requests[1:], late)}
+    assert not any(each.end_token for each in returned), "what was offered for them is given back"
+    assert not world.agents[0].take(Computed)
+    world.finish()
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["copies", "cache"])
+def test_whoever_of_equal_requests_is_aborted_the_others_get_the_rows(tmp_path: Path, caching: bool) -> None:
+    """The first one's blocks stay until its rows have come; those of another are not written once it is gone."""
+    for gone in range(3):
+        (folder := tmp_path / str(gone)).mkdir()
+        world = World(folder, caching=caching).ready()
+        agent, requests = world.agent, equal(world, list(range(40)), 3)
+        world.steps(2)
+        first = agent.one(Want)
+        rows = first.blocks[0].ids
+        theirs = bytes_of(world, world.block_ids(requests[gone])) if gone and not caching else []
+        world.abort(requests[gone])
+        world.steps(3)
+        assert gone == 0 or requests[gone].request_id not in world.scheduler.requests, "it need not wait for the rows"
+        assert not agent.take(Abandon), "the others still want it"
+        free = world.scheduler.kv_cache_manager.block_pool.blocks
+        assert all(free[each].ref_cnt for each in rows)
+        fill(world, first)
+        agent.say(done(first))
+        world.steps(3)
+        left = [each for each in requests if each is not requests[gone]]
+        assert all(each.status == RequestStatus.RUNNING for each in left)
+        found = [torch.stack(bytes_of(world, world.block_ids(each)))[:2] for each in left]
+        assert all(each.unique().tolist() == [10, 11] for each in found)
+        assert not any(each.any() for each in theirs), "it was written after it was gone"
+        assert sum(each.tokens for each in agent.take(Computed)) <= 7 * caching * len(left)
+        world.finish()
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["copies", "cache"])
+def test_a_fetch_that_nobody_waits_for_any_more_is_abandoned_once(tmp_path: Path, caching: bool) -> None:
+    for order in permutations(range(3)):
+        (folder := tmp_path / "".join(map(str, order))).mkdir()
+        world = World(folder, caching=caching).ready()
+        agent, requests = world.agent, equal(world, list(range(40)), 3)
+        world.steps(2)
+        first = agent.one(Want)
+        for number in order:
+            assert not [each for each in agent.take(Abandon) if each.number == first.number]
+            world.abort(requests[number])
+            world.steps(2)
+        assert [each.number for each in agent.take(Abandon) if each.number == first.number] == [first.number]
+        agent.say(failed(first))
+        world.finish()
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_each_of_equal_requests_is_told_that_its_fetch_has_failed(tmp_path: Path, hooks: str, on_failure: str) -> None:
+    world = World(tmp_path, caching=False, hooks=hooks, on_failure=on_failure).ready()
+    equal(world, list(range(40)), 3)
+    world.steps(2)
+    world.agent.say(failed(world.agent.one(Want)))
+    outputs = world.finish()
+    errors = {each.request_id for each in outputs if each.finish_reason == FinishReason.ERROR}
+    assert len(errors) == (0 if on_failure == "recompute" else 3)
+    assert not any(each.end_token for each in world.agent.take(Want))
+
+
+def test_an_equal_request_that_got_no_blocks_in_time_computes_and_is_not_failed(tmp_path: Path) -> None:
+    world = World(tmp_path, caching=False, blocks=6, on_failure="fail").ready()
+    agent, requests = world.agent, equal(world, list(range(40)), 2)
+    world.steps(2)
+    agent.say(done(agent.one(Want)))
+    outputs = world.finish()
+    assert not any(each.finish_reason == FinishReason.ERROR for each in outputs)
+    assert agent.one(Computed) == Computed(tokens=39, reason="already_fetched")
+    assert agent.one(Want).request == requests[1].request_id
+
+
+def test_equal_requests_of_two_prefill_engines_fetch_each_from_its_own(world: World, agent: FakeAgent) -> None:
+    prompt = list(range(40))
+    for n in range(2):
+        world.decode(prompt=prompt, name=f"cmpl-a-0-{n}a2b3c4d", remote_port=7700 + n, **told_of_an_offer(prompt))
+    world.steps(2)
+    assert len({each.sender for each in agent.take(Want)}) == 2
+
+
+@pytest.mark.parametrize("told", [{}, {"remote_request_id": "", "bootstrap_room": 5}], ids=["name", "room"])
+def test_answers_to_a_prompt_that_is_still_prefilled_share_one_fetch_and_give_back_the_others(
+    world: World, agent: FakeAgent, told: dict[str, Any]
+) -> None:
+    """A router that asks both engines at once sends prefill the same `n`: it offers as many times."""
+    requests = [world.decode(prompt=list(range(40)), name=f"{n}_cmpl-theirs-{n}a2b3c4d", **told) for n in range(3)]
+    world.steps(2)
+    first = agent.one(Want)
+    agent.say(done(first))
+    world.steps(2)
     rest = agent.take(Want)
     assert [each.request for each in rest] == [each.request_id for each in requests[1:]]
-    assert {each.end_token for each in rest} == ({39} if is_aborted else {0})
-    for each in rest:
-        agent.say(Failed(number=each.number, request="r", code="already_fetched", reason="an offer serves one"))
+    assert {(each.rendezvous, each.end_token, each.is_offered) for each in rest} == {(first.rendezvous, 0, False)}
     world.finish()
-    world.assert_empty()
-
-
-def test_requests_that_may_have_an_offer_each_do_not_wait_for_one_another(world: World, agent: FakeAgent) -> None:
-    for n in range(2):
-        world.decode(prompt=list(range(40)), name=f"{n}_cmpl-theirs-{n}a2b3c4d")
-    world.steps(2)
-    assert len(agent.take(Want)) == 2
-
-
-def test_who_may_have_an_offer_of_its_own_does_not_wait_for_one_that_was_told_of_its(
-    world: World, agent: FakeAgent
-) -> None:
-    prompt = list(range(40))
-    world.decode(prompt=prompt, name="cmpl-call-0-1a2b3c4d", **told_of_an_offer(prompt))
-    world.decode(prompt=prompt, name="cmpl-call-0-2a2b3c4d", remote_request_id="call")
-    world.steps(2)
-    told, other = agent.take(Want)
-    assert told.rendezvous == other.rendezvous and (told.is_offered, other.is_offered) == (True, False)

@@ -292,11 +292,12 @@ class World:
         assert self.free_blocks == self.cache.num_blocks - 1
         assert all(block.ref_cnt == 0 for block in scheduler.kv_cache_manager.block_pool.blocks if not block.is_null)
         ours = self.connector.scheduler
-        assert not ours._sending and not ours._receiving and not ours._awaited and not ours._unfetched
+        assert not ours._sending and not ours._receiving and not ours._unfetched
+        assert not ours._fetches and not any(each.waiting for each in ours._fetches._of_prompt.values())
         assert not ours._pressure._tokens and not ours._pressure._queue and not ours.held
         assert not ours.held._pinned and not any(ours._unpins)
         for worker in self.workers:
-            assert not worker.worker._receives and not worker.worker._sends
+            assert not worker.worker._receives and not worker.worker._sends and not any(worker.worker._joined.values())
             conversation = worker.worker._conversation
             assert not conversation._open and not any(isinstance(key, int) for key in conversation._standing)
 
