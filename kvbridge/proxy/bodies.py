@@ -68,10 +68,11 @@ class ClientError(KVBridgeError):
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:
-    """One prompt, one sample: what one prefill engine and one decode engine do together."""
+    """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`."""
 
     path: str
     body: Body
+    samples: int = 1
 
     @property
     def is_stream(self) -> bool:
@@ -80,7 +81,7 @@ class PromptAsk:
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """All asks of one body; the `samples` of a prompt stand together. `is_list`: SGLang would answer with a list."""
+    """All asks of one body; the `samples` for a prompt stand together. `is_list`: SGLang would answer with a list."""
 
     asks: tuple[PromptAsk, ...]
     samples: int = 1
@@ -115,8 +116,8 @@ def pieces(body: Any) -> list[bytes | memoryview]:
     return [*found, bytes(small + b"}")]
 
 
-def read(path: str, raw: bytes) -> Asks:
-    """Read a client's body. Raises ClientError."""
+def read(path: str, raw: bytes, is_vllm: bool = False) -> Asks:
+    """Read a client's body. `is_vllm`: engines of vLLM only, which share what is prefilled. Raises ClientError."""
     try:
         raw.decode()
         large = sum(len(memoryview(getattr(each, name))) for each in (_large(raw),) for name in LARGE)
@@ -132,7 +133,7 @@ def read(path: str, raw: bytes) -> Asks:
         raise ClientError("not_supported", f"not supported here: {', '.join(unfit)}")
     _check_flag(body, "stream")
     body = _with_custom(body, "custom_params")
-    return _split_generate(body) if path == GENERATE else _split_openai(path, body)
+    return _split_generate(body) if path == GENERATE else _split_openai(path, body, is_vllm)
 
 
 def _looked_into(raw: bytes | msgspec.Raw) -> Body:
@@ -196,7 +197,7 @@ def _is_deep(value: msgspec.Raw) -> bool:
     return any(_kind(each) in ("a list", "an object") for each in inner)
 
 
-def _split_openai(path: str, body: Body) -> Asks:
+def _split_openai(path: str, body: Body, is_vllm: bool) -> Asks:
     if path in OF_VLLM:
         return Asks((PromptAsk(path, body),))
     samples = _count(body, "n")
@@ -206,9 +207,9 @@ def _split_openai(path: str, body: Body) -> Asks:
         messages = body.get("messages")
         if _kind(messages) != "a list" or not is_set(messages):
             raise ClientError("bad_request", "messages must be a list that is not empty")
-        return _asks(path, [body], samples, "n", False)
+        return _asks(path, [body], samples, "n", False, is_vllm)
     prompts = _prompts(body.get("prompt"), "prompt")
-    return _asks(path, [body | {"prompt": prompt} for prompt in prompts], samples, "n", False)
+    return _asks(path, [body | {"prompt": prompt} for prompt in prompts], samples, "n", False, is_vllm)
 
 
 def _split_generate(body: Body) -> Asks:
@@ -257,14 +258,14 @@ def _params(body: Body) -> Body:
     return _with_custom(_looked_into(params), "sampling_params.custom_params")
 
 
-def _asks(path: str, bodies: Sequence[Body], samples: int, name: str, is_list: bool) -> Asks:
+def _asks(path: str, bodies: Sequence[Body], samples: int, name: str, is_list: bool, are_shared: bool = False) -> Asks:
     if len(bodies) * samples > MOST_ASKS:
         raise ClientError("too_many", f"{len(bodies)} prompts times {name} {samples}: {MOST_ASKS} at most")
     if len(bodies) * samples > 1 and bodies[0].get("stream"):
         what = f"{name} > 1" if samples > 1 else "several prompts"
         raise ClientError("not_supported", f"not supported here: {what} with stream")
-    if samples == 1:
-        return Asks(tuple(PromptAsk(path, body) for body in bodies), 1, is_list)
+    if samples == 1 or are_shared:
+        return Asks(tuple(PromptAsk(path, body, samples) for body in bodies), 1, is_list)
     return Asks(
         tuple(PromptAsk(path, _sample(path, body, i)) for body in bodies for i in range(samples)), samples, is_list
     )
@@ -353,7 +354,7 @@ def merge(asked: Asks, answers: Sequence[bytes]) -> bytes:
     if len(answers) == 1:
         return answers[0]
     each = [parse(answer, dict[str, msgspec.Raw]) for answer in answers]
-    choices = [parse(answer["choices"], list[dict[str, msgspec.Raw]])[0] for answer in each]
+    choices = [choice for answer in each for choice in parse(answer["choices"], list[dict[str, msgspec.Raw]])]
     numbered = [choice | {"index": index} for index, choice in enumerate(choices)]
     used = [parse(answer.get("usage", b"null"), dict[str, Any] | None) or {} for answer in each]
     return encode(each[0] | {"choices": numbered, "usage": _usage(used, asked.samples)})

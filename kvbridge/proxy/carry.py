@@ -97,9 +97,9 @@ class _Answer(msgspec.Struct):
     status: Any = None
     stop_reason: Any = None
 
-    def is_complete(self, path: str) -> bool:
+    def is_complete(self, path: str, samples: int) -> bool:
         if path in (COMPLETIONS, CHAT):
-            return bool(self.choices and self.choices[0].finish_reason)
+            return len(self.choices) == samples and all(each.finish_reason for each in self.choices)
         if path == GENERATE:
             return bool(self.meta_info and self.meta_info.finish_reason)
         return bool(self.stop_reason) if path == MESSAGES else self.status in ("completed", "incomplete")
@@ -294,7 +294,7 @@ class Carrier:
         try:
             if ask.path == GENERATE and engine.kind is Kind.VLLM:
                 return encode(Answering(_rid(ask)).whole(parse(answer, Body)))
-            if parse(answer, _Answer).is_complete(ask.path):
+            if parse(answer, _Answer).is_complete(ask.path, ask.samples):
                 return answer
         except EngineError as error:
             raise LegFailed(engine, error.code, str(error), is_retryable=False) from None
@@ -419,7 +419,7 @@ ALL_KINDS = tuple(Kind)
 
 def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
     """Those that take what was asked."""
-    return (Kind.VLLM,) if ask.path in OF_VLLM else ALL_KINDS
+    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 else ALL_KINDS
 
 
 Prefilling = asyncio.Task[bytes | Failure]

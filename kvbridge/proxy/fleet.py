@@ -217,6 +217,11 @@ class Fleet:
     def _all(self) -> list[Backend]:
         return [each for engines in self._engines.values() for each in engines]
 
+    @property
+    def is_vllm(self) -> bool:
+        """Whether all engines are vLLM's."""
+        return all(each.kind is Kind.VLLM for each in self._all())
+
     def healthy(
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
     ) -> list[Backend]:

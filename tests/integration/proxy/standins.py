@@ -148,8 +148,10 @@ def _openai(path: str, body: dict[str, Any], tokens: list[int]) -> dict[str, Any
         choice |= {"token_ids": tokens, "prompt_token_ids": PROMPT}
     if body.get("logprobs") is not None and body["logprobs"] is not False:
         choice["logprobs"] = _logprobs(path, body)
-    usage = {"prompt_tokens": 4, "completion_tokens": len(tokens), "total_tokens": 4 + len(tokens)}
-    return {"id": "x", "object": "o", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    choices = [choice | {"index": number} for number in range(body.get("n") or 1)]
+    usage = {"prompt_tokens": 4, "completion_tokens": len(choices) * len(tokens)}
+    usage["total_tokens"] = sum(usage.values())
+    return {"id": "x", "object": "o", "created": 1, "model": "m", "choices": choices, "usage": usage}
 
 
 def _logprobs(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -124,10 +124,22 @@ async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> No
         assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(6))
         assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 18, "total_tokens": 30}
         bodies = [body for _, body, _ in w.prefill.got]
+        seeds = (10,) if pair == ("vllm", "vllm") else (10, 11)  # vLLM makes several answers of one prefill
         assert sorted((b["prompt"][0], b["seed"], b["n"]) for b in bodies) == [
-            (p, s, 1) for p in (1, 3, 5) for s in (10, 11)
+            (p, s, 1) for p in (1, 3, 5) for s in seeds
         ]
-        assert len({b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for b in bodies}) == 6
+        rooms = {b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for b in bodies}
+        assert len(rooms) == 3 * len(seeds)
+        assert {body["n"] for _, body, _ in w.decode.got} == {2 // len(seeds)}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_an_answer_that_lacks_some_of_n_is_incomplete(count: int) -> None:
+    said = {"choices": [{"index": n, "text": TEXT, "finish_reason": "length"} for n in range(count)]}
+    async with world("vllm", "vllm") as w:
+        w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"n": 2})
+        assert status >= 500 and answer["error"]["code"] == "bad_answer"
 
 
 async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> None:
@@ -615,7 +627,8 @@ async def test_ids_and_trace_contexts_go_to_both_engines() -> None:
         for engine in w.engines:
             assert TRACE.items() <= lower(engine.got[0][2]).items()
             assert engine.got[0][1]["kv_transfer_params"]["traceparent"] == TRACE["traceparent"]
-        async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"n": 2}, headers=TRACE) as answer:
+        body = COMPLETION | {"prompt": [[1], [2]]}
+        async with w.http.post(w.url + "/v1/completions", json=body, headers=TRACE) as answer:
             assert answer.headers["X-Request-Id"] == "r1"
         for engine in w.engines:
             assert sorted(lower(headers)["x-request-id"] for _, _, headers in engine.got[1:]) == ["r1-0", "r1-1"]
@@ -643,7 +656,7 @@ async def test_a_split_bodys_usage_is_added_up_with_its_details() -> None:
     usage |= {"prompt_tokens_details": {"cached_tokens": 3, "audio_tokens": None}, "reasoning_tokens": 1}
     usage |= {"completion_tokens_details": {"reasoning_tokens": 2}}
     said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage}
-    async with world("vllm", "vllm") as w:
+    async with world("sglang", "vllm") as w:
         w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
         _, answer = await w.ask("/v1/completions", COMPLETION | {"prompt": [[1], [2]], "n": 2})
         assert answer["usage"] == {
