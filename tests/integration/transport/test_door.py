@@ -339,6 +339,21 @@ async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch:
         assert door.open == set() and door.importers() == []
 
 
+async def test_time_in_which_we_stood_still_counts_against_no_caller(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had spoken meanwhile, and lost its route: the sender's agent had been stopped for longer than CALL_S."""
+    monkeypatch.setattr(doors, "CALL_S", 0.5)
+    async with opened(path) as door:
+        with caller(door) as raw:
+            while not door.open:  # noqa: ASYNC110 - the door has no event for it
+                await asyncio.sleep(0.001)
+            raw.send(speech(ticket_of(door)))
+            time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
+            assert b"memory_opened" in await heard(raw)
+        await until_held_by(door, 0)
+
+
 async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     async with opened(path) as door:
