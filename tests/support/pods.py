@@ -25,7 +25,7 @@ from typing import Any
 from tests.support.booted import of_python
 from tests.support.packaged import ROOT
 
-START_S = 120.0
+START_S = 300.0
 STEP_S = 0.2  # between probes while something starts; the manifest's periods would only take longer
 DOCKERFILE = (ROOT / "deploy/image/Dockerfile").read_text()
 ENTRYPOINT: list[str] = json.loads(re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)[0])
@@ -86,12 +86,14 @@ def node(network: str) -> Iterator[Node]:
 
 
 class Pod:
-    """One pod of a Deployment. `files` are those of each ConfigMap and Secret by its name."""
+    """One pod of a Deployment or StatefulSet. `files` are those of each ConfigMap and Secret by its name."""
 
     def __init__(
-        self, node: Node, folder: Path, name: str, spec: dict[str, Any], files: dict[str, dict[str, str]]
+        self, node: Node, folder: Path, name: str, workload: dict[str, Any], files: dict[str, dict[str, str]]
     ) -> None:
-        self.node, self.folder, self.name, self.spec = node, folder, name, spec
+        self.node, self.folder, self.name, self.spec = node, folder, name, workload["spec"]["template"]["spec"]
+        claimed = [each["metadata"]["name"] for each in workload["spec"].get("volumeClaimTemplates", [])]
+        self._volumes = [*self.spec["volumes"], *({"name": each, "emptyDir": {}} for each in claimed)]
         self.ip = node.next_address()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._files = files
@@ -220,7 +222,7 @@ class Pod:
     def _make_volumes(self) -> None:
         """As a kubelet makes them: writable by everybody, of the pod's group; files are links into a hidden folder."""
         group = self.spec["securityContext"]["fsGroup"]
-        for volume in self.spec["volumes"]:
+        for volume in self._volumes:
             path = self.folder / "volumes" / volume["name"]
             path.mkdir(parents=True)
             source = volume.get("configMap") or volume.get("secret")
@@ -250,7 +252,7 @@ class Pod:
         lines += [_bound(path, path, root, is_read_only=True) for path in of_python()]
         lines += [f"cp -a /etc/{each} etc/" for each in OF_ETC if Path("/etc", each).exists()]
         named = [f"{address} {name}" for name, found in self.node.services.items() for address in found]
-        lines += [f"echo {each} >> etc/hosts" for each in named]
+        lines += ["echo multi on > etc/host.conf", *(f"echo {each} >> etc/hosts" for each in named)]
         lines += ["mount -t proc proc proc", "mount -t sysfs sysfs sys", "chmod 1777 tmp"]
         lines += ["mount --rbind /dev dev", "mount -t tmpfs -o mode=1777 tmpfs dev/shm"]
         for mount in container["volumeMounts"]:

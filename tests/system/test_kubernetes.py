@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -60,9 +61,13 @@ def named(overlay: str, kind: str, name: str) -> dict[str, Any]:
     return found
 
 
+def workload(overlay: str, role: str) -> dict[str, Any]:
+    is_deployment = role == "router" or (overlay, role) == (EXAMPLE, "decode")
+    return named(overlay, "Deployment" if is_deployment else "StatefulSet", role)
+
+
 def pod(overlay: str, role: str) -> dict[str, Any]:
-    kind = "StatefulSet" if (overlay, role) == (EXAMPLE, "prefill") else "Deployment"
-    template: dict[str, Any] = named(overlay, kind, role)["spec"]["template"]
+    template: dict[str, Any] = workload(overlay, role)["spec"]["template"]
     return template
 
 
@@ -122,7 +127,7 @@ def test_the_operators_alerts_are_fresh_and_those_of_prometheus() -> None:
 
 
 def test_the_schemas_see_a_wrong_field() -> None:
-    wrong = json.loads(json.dumps(named("vllm", "Deployment", "prefill")))
+    wrong = json.loads(json.dumps(workload("vllm", "prefill")))
     wrong["spec"]["template"]["spec"]["initContainers"][0]["restartPolicies"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
@@ -137,7 +142,7 @@ def test_the_agent_is_a_sidecar_that_sees_the_engine_and_its_gpu(overlay: str, r
     shared = {"name": "run", "mountPath": "/run/kvbridge"}
     assert shared in sidecar["volumeMounts"] and shared in engine["volumeMounts"]
     if overlay.endswith("device-plugin"):
-        assert engine["resources"]["limits"] == {"nvidia.com/gpu": "1"} and spec["nodeSelector"]
+        assert engine["resources"]["limits"]["nvidia.com/gpu"] == "1" and spec["nodeSelector"]
     else:
         claims = {"name": "gpu"}
         assert claims in sidecar["resources"]["claims"] and claims in engine["resources"]["claims"]
@@ -177,7 +182,8 @@ def test_pods_are_found_by_services_policies_and_prometheus(overlay: str) -> Non
 @pytest.mark.parametrize("role", OURS)
 def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str) -> None:
     assert container(EXAMPLE, role, "agent") == container("vllm", role, "agent")
-    assert container(EXAMPLE, role, "engine")["resources"] == container("vllm", role, "engine")["resources"]
+    claims = [container(overlay, role, "engine")["resources"]["claims"] for overlay in (EXAMPLE, "vllm")]
+    assert claims[0] == claims[1]
     own, ours = (pod(overlay, role)["spec"] for overlay in (EXAMPLE, "vllm"))
     for kept in ("shareProcessNamespace", "securityContext", "terminationGracePeriodSeconds"):
         assert own[kept] == ours[kept]
@@ -190,12 +196,38 @@ def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_router_is_started_as_it_was_tested(overlay: str) -> None:
+def test_the_router_knows_each_pod_and_is_started_as_it_was_tested(overlay: str) -> None:
     """docs/routers.md has the command lines that `make test-routers` drives; addresses are the pods' own here."""
     router = container(overlay, "router", "router")
     said = " ".join([*router["command"], *router["args"]]).removesuffix(" --host=0.0.0.0 --port=30000")
-    tested = re.sub(r"http://(PREFILL|DECODE):\d+", lambda found: f"http://{found[1].lower()}:8000", ROUTERS)
-    assert said.replace("python3", "python") in tested.splitlines()
+    for role in OURS:
+        addresses = [f"{each}:8000" for each in pod_names(overlay, role)]
+        options = re.findall(rf" --{role} \S+(?: \d+)?", said)
+        assert [re.findall(r"http://(\S+)", each)[0] for each in options] == addresses and len(addresses) == 2
+        said = said.replace("".join(options), options[0].replace(addresses[0], f"{role.upper()}:PORT"))
+    assert said.replace("python3", "python") in re.sub(r"(?<=PREFILL:|.DECODE:)\d+", "PORT", ROUTERS).splitlines()
+
+
+def pod_names(overlay: str, role: str) -> list[str]:
+    """The names that DNS has of a StatefulSet's pods."""
+    spec = workload(overlay, role)["spec"]
+    return [f"{role}-{i}.{spec['serviceName']}" for i in range(spec["replicas"])]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("role", OURS)
+def test_one_pod_of_a_role_may_be_disrupted_and_each_has_room_and_rank(overlay: str, role: str) -> None:
+    budget, spec = named(overlay, "PodDisruptionBudget", role)["spec"], pod(overlay, role)["spec"]
+    assert budget["selector"]["matchLabels"].items() <= pod(overlay, role)["metadata"]["labels"].items()
+    assert budget["maxUnavailable"] == 1 < workload(overlay, role)["spec"]["replicas"]
+    assert spec["priorityClassName"] == named(overlay, "PriorityClass", "kvbridge")["metadata"]["name"]
+    for name in ("agent", "engine"):
+        resources = container(overlay, role, name)["resources"]
+        assert resources["requests"].keys() == {"cpu", "memory"} and "memory" in resources["limits"]
+    engine = container(overlay, role, "engine")
+    (home,) = [each["value"] for each in engine["env"] if each["name"] == "HF_HOME"]
+    (volume,) = [each["name"] for each in engine["volumeMounts"] if each["mountPath"] == home]
+    assert volume in {each["metadata"]["name"] for each in workload(overlay, role)["spec"]["volumeClaimTemplates"]}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -223,33 +255,51 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
     files = files_of(overlay, (tmp_path / "fleet.key").read_text())
     (options,) = [each for each in files.values() if "agent.toml" in each]
     assert tomllib.loads(options["agent.toml"])["dial"] == [], "a network that may not be the pods'"
-    options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:7700"]')
+    options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:7700"]\nslot_bytes = 65536')
     with node(NETWORK) as between, ExitStack() as stack:
-        pods = {role: Pod(between, tmp_path / role, role, pod(overlay, role)["spec"], files) for role in OURS}
-        between.services["prefill"] = [pods["prefill"].ip]
+        pods = {
+            name: made(between, tmp_path, overlay, name, files) for role in OURS for name in replicas(overlay, role)
+        }
+        between.services["prefill"] = [each.ip for name, each in pods.items() if name.startswith("prefill")]
         for each in pods.values():
             stack.callback(each.close)
-            each.start()
+        with ThreadPoolExecutor(2) as at_once:
+            list(at_once.map(Pod.start, pods.values()))
+        for each in pods.values():
             assert [name for name in each.running if name != "pause"] == ["agent", "engine"]
             assert all(each.passes(name, kind) for name in ("agent", "engine") for kind in PROBES)
             assert can_read_the_key(each) == ("engine-user" not in overlay)
-        until_met(between, pods["decode"])
-        engine = {role: f"http://{each.ip}:8000" for role, each in pods.items()}
-        _, address = between.asked(f"{engine['prefill']}/offer", 30, "")
-        assert address.startswith(f"tcp://{pods['prefill'].ip}:7700#")
-        assert between.asked(f"{engine['decode']}/want", 60, address) == (200, "Done"), pods["decode"].log("agent")
-        decode = pods["decode"]
-        metrics = f"http://{decode.ip}:9400"
-        assert "kvbridge_engine_attached 1.0" in between.asked(f"{metrics}/metrics", 5)[1]
+        until_met(between, pods["decode-0"], len(between.services["prefill"]))
+        decode = pods["decode-0"]
+        for name in replicas(overlay, "prefill"):
+            carry(between, pods[name], decode)
         decode.kill("agent")
         assert not decode.passes("agent", "livenessProbe") and decode.passes("engine", "readinessProbe")
         decode.start_container("agent")  # as a kubelet does; the volumes are as they were
 
 
-def until_met(between: Node, decode: Pod) -> None:
-    """Wait until its agent has met the prefill pod that the Service names, before a request names it."""
-    end = time.monotonic() + 20
-    while 'kvbridge_meet_agents{state="met"} 1.0' not in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]:
+def replicas(overlay: str, role: str) -> list[str]:
+    """Those that are started: in front of one decode pod both prefill pods of one overlay, one of the others."""
+    return [f"{role}-{i}" for i in range(2 if (overlay, role) == ("vllm-device-plugin", "prefill") else 1)]
+
+
+def made(between: Node, folder: Path, overlay: str, name: str, files: dict[str, dict[str, str]]) -> Pod:
+    return Pod(between, folder / name, name, workload(overlay, name.partition("-")[0]), files)
+
+
+def carry(between: Node, prefill: Pod, decode: Pod) -> None:
+    _, address = between.asked(f"http://{prefill.ip}:8000/offer", 30, "")
+    assert address.startswith(f"tcp://{prefill.ip}:7700#")
+    assert between.asked(f"http://{decode.ip}:8000/want", 60, address) == (200, "Done"), decode.log("agent")
+    assert "kvbridge_engine_attached 1.0" in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]
+
+
+def until_met(between: Node, decode: Pod, count: int) -> None:
+    """Wait until its agent has met the prefill pods that the Service names, before a request names one."""
+    end = time.monotonic() + START_S
+    while (
+        f'kvbridge_meet_agents{{state="met"}} {count}.0' not in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]
+    ):
         assert time.monotonic() < end, decode.log("agent")
         time.sleep(0.2)
 

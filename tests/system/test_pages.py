@@ -99,14 +99,18 @@ def test_kubectl_takes_the_commands_without_a_cluster(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     made = [each for each in yaml.safe_load_all(run.stdout) if each]
     (namespace,) = (each["metadata"]["name"] for each in made if each["kind"] == "Namespace")
-    (secret,) = (each for each in made if each["kind"] == "Secret")
+    secrets = {each["metadata"]["name"]: set(each["data"]) for each in made if each["kind"] == "Secret"}
     (agent,) = (tomllib.loads(each["data"]["agent.toml"]) for each in made if "agent.toml" in each.get("data", {}))
     assert {each["metadata"].get("namespace", namespace) for each in made} == {namespace}
-    pods = [each["spec"]["template"]["spec"] for each in made if each["kind"] == "Deployment"]
+    pods = [each["spec"]["template"]["spec"] for each in made if each["kind"] == "StatefulSet"]
     mounted = {
         volume["secret"]["secretName"] for pod in pods for volume in pod.get("volumes", []) if "secret" in volume
     }
-    assert mounted == {secret["metadata"]["name"]} and {Path(agent["key"]).name} == secret["data"].keys()
+    named = [entry["valueFrom"].get("secretKeyRef") for pod in pods for entry in pod["containers"][0]["env"]
+             if "valueFrom" in entry]  # fmt: skip
+    assert mounted == {"kvbridge-key"} and secrets["kvbridge-key"] == {Path(agent["key"]).name}
+    assert secrets.keys() == {*mounted, *(each["name"] for each in named if each)}
+    assert all(each["key"] in secrets[each["name"]] for each in named if each)
 
 
 def test_plan_says_of_models_what_the_page_says(tmp_path: Path) -> None:
