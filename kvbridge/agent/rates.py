@@ -26,7 +26,7 @@ class Total:
 
 
 @dataclass(slots=True)
-class _Open:
+class _UnderWay:
     receiver: str  # its incarnation
     size_bytes: int
     computed_at: float | None = None  # its last rows so far
@@ -39,7 +39,7 @@ class Rates:
 
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe
-        self._open: dict[str, _Open] = {}  # by transfer
+        self._open: dict[str, _UnderWay] = {}  # by transfer
         self._totals: dict[str, Total] = {}  # by the receiver's incarnation
 
     def to(self, receiver: str) -> Total:
@@ -51,7 +51,7 @@ class Rates:
             return
         match event:
             case Met(transfer=transfer, receiver=receiver, size_bytes=size_bytes) if size_bytes:
-                self._open[transfer] = _Open(receiver, size_bytes)
+                self._open[transfer] = _UnderWay(receiver, size_bytes)
                 if len(self._open) > MOST_OPEN:
                     del self._open[next(iter(self._open))]
             # An answer without blocks only renews a lease.
@@ -62,7 +62,7 @@ class Rates:
                 if (known := self._open.pop(transfer, None)) is not None and known.computed_at is not None:
                     self._end(known, max(0.0, at - known.computed_at))
 
-    def _end(self, known: _Open, seconds: float) -> None:
+    def _end(self, known: _UnderWay, seconds: float) -> None:
         self._observe(seconds)
         total = self._totals.setdefault(known.receiver, Total())
         total.transfers += 1

@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Codec, Engine, Group, Model, Plane, Pool, Region
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.last_blocks import LastBlocks
-from kvbridge.adapters.vllm.pages import Pages
+from kvbridge.adapters.vllm.pages import BlockPages
 
 BLOCKS, TOKENS, HEADS, WIDTH = 6, 4, 2, 8  # WIDTH in bytes
 # Byte strides of block, token, head, and where K and V begin.
@@ -83,7 +83,7 @@ def cleared(layout: str, first: int, end: int, *ids: int, device: str = "cpu") -
         blocks=(Blocks(0, first // TOKENS, ids), Blocks(1, 0, (5,))),
         deadline_s=1.0,
     )
-    LastBlocks.of(memory, Pages.of(memory), [TOKENS, TOKENS]).clear(want)
+    LastBlocks.of(memory, BlockPages.of(memory), [TOKENS, TOKENS]).clear(want)
     found = torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storages[0]).cpu().numpy()
     block, token, head, *begins = LAYOUTS[layout]
     steps = np.add.outer(np.add.outer(np.arange(TOKENS) * token, np.arange(HEADS) * head), np.arange(WIDTH))

@@ -17,7 +17,7 @@ from kvbridge_proto.engine import Want
 from ...values import Value
 from ..engine.memory import Memory
 from .layers import kind_of
-from .pages import Pages
+from .pages import BlockPages
 from .versions import clears_last_blocks, transfer_ids
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LastBlocks(Value):
     block_tokens: Sequence[int]
 
     @classmethod
-    def of(cls, memory: Memory, pages: Pages, block_tokens: Sequence[int]) -> LastBlocks:
+    def of(cls, memory: Memory, pages: BlockPages, block_tokens: Sequence[int]) -> LastBlocks:
         whole = [number for number, group in enumerate(memory.pool.groups) if group.kind == "full"]
         return cls({number: pages.of_group[number] for number in whole}, block_tokens)
 

@@ -18,13 +18,13 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 COPIED_AT_ONCE = 32 << 20  # bytes: what a copy needs of the memory that the engine leaves free
 
 
-class Pages(Value):
+class BlockPages(Value):
     """By group: tensors [blocks, words] that hold all its rows, and no other block's."""
 
     of_group: Mapping[int, Sequence[torch.Tensor]]
 
     @classmethod
-    def of(cls, memory: Memory) -> Pages:
+    def of(cls, memory: Memory) -> BlockPages:
         return cls({number: list(_views(memory, number)) for number in range(len(memory.pool.groups))})
 
     def copy(self, source: Want, target: Want) -> None:

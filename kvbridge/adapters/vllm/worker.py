@@ -42,7 +42,7 @@ from ..engine.scores import Scores
 from .block_tables import GroupTables
 from .last_blocks import LastBlocks
 from .options import VLLMOptions
-from .pages import Pages
+from .pages import BlockPages
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -92,7 +92,7 @@ class WorkerSide:
     """
 
     _conversation: Conversation
-    _pages: Pages | None
+    _pages: BlockPages | None
     _scales: LayerScales
     _scores: Scores | None
 
@@ -156,7 +156,9 @@ class WorkerSide:
         self._pages = None
         if clears_last_blocks(self._cache):
             tables = GroupTables.of(self._cache, self._config.parallel_config)
-            self._last_blocks = LastBlocks.of(memory, Pages.of(memory), [group.block_tokens for group in tables.groups])
+            self._last_blocks = LastBlocks.of(
+                memory, BlockPages.of(memory), [group.block_tokens for group in tables.groups]
+            )
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(
             path,
@@ -366,7 +368,7 @@ class WorkerSide:
         """Copy what came into another's blocks, in the engine's stream: before any of these requests runs."""
         if not code:
             try:
-                self._pages = self._pages or Pages.of(self._conversation.memory)
+                self._pages = self._pages or BlockPages.of(self._conversation.memory)
                 self._pages.copy(source.want, receive.want)
             except Exception as error:  # such as no memory: vLLM computes the prompt
                 log.warning("%s: KV came, but could not be copied for it: %s", receive.want.request, error)
