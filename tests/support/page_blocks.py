@@ -59,6 +59,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("export CUDA_MPS", "needs a GPU"),
         ("back()", VLLM),
         ("$ kvbridge status --fleet", OUTPUT),
+        ("kvbridge plan --model", f"{PAGES}::test_a_fleet_is_planned_as_the_page_shows"),
         ("cmpl-2-decode", OUTPUT),
         ("route  pools", OUTPUT),
         ("# vLLM 0.32", f"{WEIGHTS_OF_VLLM}::test_the_pages_commands_change_the_weights_through_vllms_own_routes"),

@@ -113,19 +113,26 @@ def test_kubectl_takes_the_commands_without_a_cluster(tmp_path: Path) -> None:
     assert all(each["key"] in secrets[each["name"]] for each in named if each)
 
 
+def planned(page: str, begins: str, place: Path) -> subprocess.CompletedProcess[str]:
+    script = IN_PATH + block(page, begins)
+    return subprocess.run(["bash", "-euc", script], cwd=place, capture_output=True, text=True, timeout=RUN_S)
+
+
+def test_a_fleet_is_planned_as_the_page_shows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("llama", 32, 32, 8, 128)))
+    told = planned("docs/operations.md", "kvbridge plan", tmp_path)
+    assert told.returncode == 0 and re.search(r"prefill.*decode", told.stdout, re.DOTALL), told
+
+
 def test_plan_says_of_models_what_the_page_says(tmp_path: Path) -> None:
     gpt_oss = next(each.config for each in FAMILIES if each.config["model_type"] == "gpt_oss")
     for name, of_model in ("Qwen3-32B", config("qwen3", 64, 64, 8, 128)), ("gpt-oss-120b", gpt_oss):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(of_model))
 
-    def planned(begins: str) -> subprocess.CompletedProcess[str]:
-        script = IN_PATH + block("docs/models.md", begins)
-        return subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S)
-
-    fits = planned("kvbridge plan --model Qwen3")
+    fits = planned("docs/models.md", "kvbridge plan --model Qwen3", tmp_path)
     assert fits.returncode == 0, fits.stderr
-    refused = planned("kvbridge plan --model gpt-oss")
+    refused = planned("docs/models.md", "kvbridge plan --model gpt-oss", tmp_path)
     (answer,) = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/models.md").read_text(), re.MULTILINE | re.DOTALL)
     assert refused.returncode == 1 and (refused.stdout + refused.stderr).split() == answer.split()
 
