@@ -109,6 +109,11 @@ class Pressure:
         self._is_tight = False
         self._asked_at = self._eased_at = float("-inf")
 
+    @property
+    def requests(self) -> set[str]:
+        """All that are not over."""
+        return set(self._tokens)
+
     def came(self, request_id: str, tokens: int) -> None:
         self._tokens[request_id] = self._queue[request_id] = tokens
 

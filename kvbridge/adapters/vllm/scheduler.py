@@ -195,6 +195,7 @@ class SchedulerSide:
         self._receiving: dict[str, PromptWanted] = {}
         self._kept = KeptPrefixes()
         self._has_heard_kept = False
+        self._outdated: set[str] = set()  # requests that had begun when the weights changed: their rows are of both
         self._came: list[str] = []  # since the last step
         # Requests whose prompt will be computed here: its tokens, and why.
         self._unfetched: dict[str, tuple[int, str]] = {}
@@ -311,6 +312,7 @@ class SchedulerSide:
             self._stop_waiting(request_id, receiving, reason)
         self._receiving.clear()
         self._fetches.end_all()
+        self._outdated |= self._pressure.requests
         for sending in self._sending.values():
             sending.weights = UNNAMED if sending.tables or sending.has_fetched else weights
         self._step.before.append(Weights(version=weights))
@@ -648,6 +650,8 @@ class SchedulerSide:
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
+        is_outdated = request_id in self._outdated
+        self._outdated.discard(request_id)
         if (receiving := self._receiving.pop(request_id, None)) is not None:  # it never got blocks
             abandon = Abandon(number=receiving.want.number, reason="not needed")
             self._step.before.append(abandon if receiving.kept_tokens else receiving.want)
@@ -656,7 +660,7 @@ class SchedulerSide:
         sending = self._sending.pop(request_id, None)
         if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
             self._offer_nothing(request, sending.rendezvous, sending.lacking or request.status.name.lower())
-        if sending is None and (number := self._keep(request, tables)):
+        if sending is None and not is_outdated and (number := self._keep(request, tables)):
             self._hold(request_id, number, tables)
             return True, None
         if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):

@@ -105,7 +105,7 @@ def test_what_came_by_no_bridge_is_not_kept(keeping: World) -> None:
     assert not keeping.agent.take(Offer)
 
 
-@pytest.mark.parametrize("end", ["aborted", "short", "paused", "salted"])
+@pytest.mark.parametrize("end", ["aborted", "short", "paused", "salted", "of two weights"])
 def test_which_answers_are_kept(keeping: World, end: str) -> None:
     if end == "aborted":
         request = keeping.decode(200, max_tokens=50)
@@ -115,6 +115,13 @@ def test_which_answers_are_kept(keeping: World, end: str) -> None:
         keeping.steps(4)
         keeping.abort(request)
         keeping.steps(2)
+    elif end == "of two weights":  # a pause may keep running requests, with their rows
+        keeping.decode(200, max_tokens=20)
+        keeping.steps(2)
+        keeping.agent.say(done(keeping.agent.one(Want)))
+        keeping.steps(4)
+        keeping.connector.scheduler.weights_are("next")
+        keeping.run(100)
     elif end == "short":
         answered(keeping, 40)
     elif end == "paused":
