@@ -320,8 +320,11 @@ class Request:
             written |= tokens % PAGE >= PAGE - ratio
         return read, tokens[written]
 
-    def prefill(self, tokens: int, chunk: int = CHUNK, sent: Any = None) -> None:
-        """In chunks, as SGLang does without a prefix cache: it keeps least. What is given up becomes another's."""
+    def prefill(self, tokens: int, chunk: int = CHUNK, sent: Any = None, tree: Any = None) -> None:
+        """In chunks, as SGLang does without a prefix cache: it keeps least. What is given up becomes another's.
+
+        `tree`: SGLang's prefix cache and its own record of the request.
+        """
         from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 
         for first in range(self.tokens, tokens, chunk):
@@ -332,11 +335,14 @@ class Request:
                 page_size=PAGE,
                 req_to_token_pool=self.engine.places,
                 token_to_kv_pool_allocator=self.engine.allocator,
-                supports_prefix_sharing=False,
+                supports_prefix_sharing=tree is not None,
             )
             end = min(first + chunk, tokens)
             self.engine.extend(self, end)
             self.compute(end)
+            if tree is not None:
+                self.kv.kv_allocated_len = end
+                tree[0].checkpoint(tree[1], up_to=end)
             if sent is not None:
                 sent(end)
 

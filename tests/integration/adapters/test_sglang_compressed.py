@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import logging
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,7 @@ from kvbridge.geometry.compat import Incompatible, verdict
 from testing.agents import agent
 from testing.pools import Held
 from testing.refusals import refused
-from tests.integration.adapters.sglang_v4 import CHUNK, PAGE, RATIOS, SHARED, Engine, Request
+from tests.integration.adapters.sglang_v4 import BEFORE, CHUNK, PAGE, RATIOS, SHARED, Engine, Request
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_life import ADDRESS, FAILED, SUCCESS, WAITING, asked, manager, one_rank  # noqa: F401
 from tests.integration.adapters.test_sglang_pool import on_a_cpu, renew  # noqa: F401  # a fixture
@@ -224,8 +225,8 @@ class Crossing:
         made.init(-(-(self.tokens - self.prefix) // PAGE), 1)
         return request, made
 
-    def prefill(self, tokens: int, chunk: int = CHUNK) -> None:
-        """All ranks compute, in chunks, and SGLang sends each."""
+    def prefill(self, tokens: int, chunk: int = CHUNK, tree: Any = None) -> None:
+        """All ranks compute, in chunks, and SGLang sends each. Beside a `tree` (of one rank) that has each, too."""
         from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Scheduler
 
         for request, made in self.given:
@@ -234,7 +235,7 @@ class Crossing:
                 request.extend_end = end
                 Scheduler._send_kv_chunk(scheduler_of(made.kv_mgr), request, last_chunk=end == self.tokens)
 
-            request.prefill(tokens, chunk, sent)
+            request.prefill(tokens, chunk, sent, tree)
 
     def ended(self) -> tuple[set[int], set[int]]:
         """What SGLang hears at the end, of all ranks."""
@@ -391,6 +392,70 @@ def test_what_the_next_row_is_made_of_stays_the_requests_until_its_sender_is_ove
             time.sleep(0.001)
         if said == SUCCESS:
             request.assert_came(before, 0, 385)
+
+
+class Tree:
+    """SGLang's prefix cache of a prefill engine, as its builder makes it for V4 (`create_unified_radix_cache`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        self.engine = engine
+        self.cache = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=engine.places,
+                token_to_kv_pool_allocator=engine.allocator,
+                page_size=PAGE,
+                sliding_window_size=BEFORE,
+                tree_components=(ComponentType.FULL, ComponentType.SWA),
+            )
+        )
+
+    def found(self, request: Request, tokens: int) -> Any:
+        """SGLang's own record of a prompt, which has what the cache has of it. Its seed stands for its tokens."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        ids = array("q", (request.seed * 10000 + each for each in range(tokens)))
+        req = Req(request.rid, "", ids, SamplingParams())
+        req.full_untruncated_fill_ids, req.kv = ids, request.kv
+        hit = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(ids[:-1])))
+        request.tokens = req.kv.cache_protected_len = req.kv.kv_allocated_len = int(hit.device_prefix_len)
+        slots = self.cache.path_device_indices(hit.last_device_node)[: request.tokens]
+        self.engine.places.req_to_token[req.kv.req_pool_idx, : request.tokens] = slots.int()
+        req.lock = self.cache.lock(hit.last_device_node)
+        return req
+
+    def over(self, request: Request, req: Any) -> None:
+        """Its slots are the cache's now, or free."""
+        self.cache.unlock(req.lock)
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, request.tokens)])
+        self.engine.places.free_slots.insert(0, req.kv.req_pool_idx)
+
+
+@pytest.mark.timeout(600)
+def test_the_prefill_side_goes_on_from_what_its_own_prefix_cache_has(tmp_path: Path) -> None:
+    """Rows, a window and its rings of another request. (V4's decode side has no such cache: SGLang refuses it.)"""
+    hits = []
+    with pair(tmp_path) as both:
+        ((engine, _),) = both.prefill
+        tree = Tree(engine)
+        for tokens in (300, 700, 515):
+            crossing = both.begin(1, tokens)
+            ((request, _),) = crossing.given
+            req = tree.found(request, tokens)
+            hits.append(request.tokens)
+            engine.free = lambda request, req=req: tree.over(request, req)
+            crossing.prefill(tokens, tree=(tree.cache, req))
+            for other in crossing.assert_crossed():
+                other.decode(9)
+                other.engine.free(other)
+    assert hits == [0, 256, 512]
 
 
 def described(pool: Pool) -> dict[int, dict[str, tuple[Any, ...]]]:
