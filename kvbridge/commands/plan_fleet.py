@@ -71,7 +71,7 @@ def show(model: Path | None, sender: str, receiver: str, text: str, as_json: boo
 
 
 def link(found: FleetPlan, kv: FleetKV) -> float:
-    """Bytes/s into a decode engine so that a prompt is carried in the time that its prefill takes."""
+    """Bytes/s out of a prefill engine so that a prompt is carried in the time that its prefill takes."""
     return kv.carried / found.prefill_s
 
 
@@ -95,8 +95,8 @@ def _lines(goal: FleetGoal, kv: FleetKV, ranks: tuple[int, int], found: FleetPla
         f"{goal.decode_efficiency:g} (or is bound by FLOPs): {found.step_s * 1e3:,.1f} ms",
         f"  busy {goal.busy:g} x {found.sequences} / ({goal.answer_tokens} tokens x {found.step_s:.3g} s) = "
         f"{found.decode_rate:.3g} requests/s an engine",
-        f"link: {link(found, kv) / 1e9:,.2f} GB/s into a decode engine carry a prompt in the time of its prefill; on "
-        f"average {goal.rate * kv.carried / found.decode / 1e9:,.2f} GB/s each",
+        f"link: {link(found, kv) / 1e9:,.2f} GB/s out of a prefill engine carry a prompt in the time of its prefill; "
+        f"{goal.rate * kv.carried / found.decode / 1e9:,.2f} GB/s into a decode engine on average",
         "sizes that hold the weights and a sequence: " + _sizes(goal, kv),
         "",
         NOT_KNOWN,
