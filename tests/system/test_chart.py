@@ -74,7 +74,7 @@ def test_every_value_is_taken_wherever_it_stands(tmp_path: Path) -> None:
         "engineRequests": {"cpu": "77", "memory": "78Gi"}, "engineLimits": {"memory": "79Gi"},
     }  # fmt: skip
     assert values.keys() == before.keys()
-    found, default = rendered(folder, **values), rendered(folder)
+    found = rendered(folder, **values)
     text = json.dumps(found).replace('\\"', '"')  # as in a text of TOML
     for name, value in before.items():
         if isinstance(value, str) and name != "modelStorage":
@@ -86,12 +86,20 @@ def test_every_value_is_taken_wherever_it_stands(tmp_path: Path) -> None:
         assert [each for each in router if role in each and "http" in each] == [
             f"http://{role}-{i}.{role}:8000" for i in range(count)
         ]
-        spec, old = (each[f"StatefulSet/{role}"]["spec"] for each in (found, default))
+        spec = found[f"StatefulSet/{role}"]["spec"]
         assert spec["replicas"] == count
         assert spec["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] == "7Gi"
         resources = spec["template"]["spec"]["containers"][0]["resources"]
         assert (resources["requests"], resources["limits"]) == (values["engineRequests"], values["engineLimits"])
-        assert spec["template"]["metadata"]["annotations"] != old["template"]["metadata"]["annotations"]
+
+
+def test_pods_start_again_when_their_configuration_changes(tmp_path: Path) -> None:
+    folder = chart("vllm", tmp_path)
+    changes: list[dict[str, Any]] = [{}, {"model": "other"}, {"dial": ["10.9.0.0/16:7700"]}, {"netDevices": "mlx5_0:1"}]
+    templates = [rendered(folder, **each)["StatefulSet/decode"]["spec"]["template"] for each in changes]
+    assert len({each["metadata"]["annotations"]["checksum/configuration"] for each in templates}) == len(changes)
+    same = rendered(folder, decodeReplicas=3)["StatefulSet/decode"]["spec"]["template"]
+    assert same == templates[0]
 
 
 def test_a_name_that_is_no_value_is_refused(tmp_path: Path) -> None:
