@@ -101,7 +101,7 @@ class Loop:
                 self.say(
                     kind="finished",
                     request=output.request_id,
-                    tokens=list(output.outputs[0].token_ids),
+                    tokens=[list(each.token_ids) for each in output.outputs],
                     reason=str(output.outputs[0].finish_reason),
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens or 0,
@@ -119,6 +119,7 @@ class Loop:
         max_tokens: int,
         params: dict[str, Any] | None,
         dump: tuple[int, int, str] | None,
+        answers: int,
     ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -128,7 +129,9 @@ class Loop:
         if dump is not None:
             self.dumps[request] = dump
         sampling = SamplingParams(
-            temperature=0,
+            n=answers,
+            temperature=0 if answers == 1 else 1,  # vLLM makes several answers by sampling only
+            top_k=1 if answers > 1 else 0,  # of the likeliest token
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,

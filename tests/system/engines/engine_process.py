@@ -53,7 +53,8 @@ class EngineConfig:
 class Result:
     """A finished request. `params` is what a proxy would hand on; `cached` counts prompt tokens not computed here.
 
-    `seconds` passed in the engine's process from handing it the request to its last token.
+    `seconds` passed in the engine's process from handing it the request to its last token. `others` are the other
+    answers of a request for several.
     """
 
     tokens: tuple[int, ...]
@@ -61,6 +62,7 @@ class Result:
     params: dict[str, Any] | None
     cached: int
     seconds: float
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class EngineProcess:
         max_tokens: int = 1,
         params: dict[str, Any] | None = None,
         dump: Path | None = None,
+        answers: int = 1,
     ) -> None:
         """Greedy, never stops early. `params` are the kv_transfer_params.
 
@@ -128,7 +131,8 @@ class EngineProcess:
         its blocks can be another's: ask for them with `dumped`.
         """
         kept = None if dump is None else (0, len(tokens) - 1, str(dump))
-        self._say(op="submit", request=request, tokens=list(tokens), max_tokens=max_tokens, params=params, dump=kept)
+        what = {"tokens": list(tokens), "max_tokens": max_tokens, "params": params, "dump": kept, "answers": answers}
+        self._say(op="submit", request=request, **what)
 
     def dumped(self, request: str, path: Path) -> Rows:
         """What `submit(dump=path)` kept of a request whose result is here."""
@@ -236,7 +240,8 @@ class EngineProcess:
             kind = message.pop("kind")
             if kind == "finished":
                 request = message.pop("request")
-                self._finished[request] = Result(**(message | {"tokens": tuple(message["tokens"])}))
+                tokens, *others = (tuple(each) for each in message.pop("tokens"))
+                self._finished[request] = Result(tokens, others=tuple(others), **message)
             else:
                 self._answers.setdefault(kind, []).append(message)
 
