@@ -25,14 +25,14 @@ pytestmark = [
 
 
 def chart(overlay: str, folder: Path) -> Path:
-    subprocess.run([sys.executable, KUBERNETES / "chart.py", overlay, folder], check=True)
+    subprocess.run([sys.executable, str(KUBERNETES / "chart.py"), overlay, str(folder)], check=True)
     return folder
 
 
 def rendered(folder: Path, **values: Any) -> dict[str, dict[str, Any]]:
     """Each resource by its kind and name."""
     given = [f"--set-json={name}={json.dumps(value)}" for name, value in values.items()]
-    command = [HELM, "template", "release", folder, *given]
+    command = [str(HELM), "template", "release", str(folder), *given]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     return named(list(yaml.safe_load_all(told.stdout)))

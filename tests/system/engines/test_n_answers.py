@@ -14,7 +14,7 @@ ANSWERS, COUNT, LENGTH = 8, 12, 700
 fleet = kept(Fleet, dtype="float32", start=("small", "private", "alone"))
 
 
-def answers(fleet: Fleet, engine: str, tokens: list[int], count: int) -> tuple[set[tuple[int, ...]], int]:
+def answers(fleet: Fleet, engine: str, tokens: list[int], count: int) -> tuple[set[tuple[int, ...]], float]:
     """Those that differ, and how many bytes moved for all."""
     _, prefilled = fleet.prefill("small", tokens)
     name, before = f"cmpl-{fleet.name('n')}-0", fleet.moved_bytes(engine)
