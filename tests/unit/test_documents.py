@@ -206,6 +206,13 @@ def history() -> set[str]:
     return {each[:7] for each in subprocess.check_output([*git, "rev-list", "HEAD"], text=True).split()}
 
 
+def test_nothing_that_is_built_or_fetched_is_committed() -> None:
+    """One who clones would get it; make fetches it again."""
+    history()
+    named = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "-ci", "--exclude-standard"], text=True)
+    assert named.split() == []
+
+
 def test_every_commit_that_is_named_is_one_of_the_history() -> None:
     named = {name: commits(name) for name in [*PAGES, *RESULTS]}
     assert len(set().union(*named.values())) > 40
