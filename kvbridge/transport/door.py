@@ -15,10 +15,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.common import OURS, negotiate
@@ -45,7 +44,6 @@ from .local import Server, file_of, is_allowed
 from .lock import KERNEL, Lock
 
 log = logging.getLogger("kvbridge.door")
-T = TypeVar("T")
 
 # Takes our end of a pipe. The door's connection cannot be the pipe: it ends at each new epoch, over which the link goes
 # on, and it outlives a lost link until no kernel reads. A round trip costs the same by both (35 us of CPU, 2-core
@@ -57,6 +55,7 @@ MAX_CALLERS = 32  # connections that have not been handed anything
 MAX_TOKENS = 1024  # that have not been shown yet
 CALL_S = 1.0  # for the first message
 HAND_OVER_S = 2.0  # for the handles to leave
+STEPS = 8  # in which such time is counted; each counts once, however long our loop stood still in it
 CALL_LIMITS = Limits(frame_bytes=2048)
 ELSEWHERE = "the peer is in another container, which does not share this folder"
 REFUSALS = frozenset(
@@ -196,7 +195,8 @@ class MemoryDoor(Server["_Caller"]):
     async def _proven(self, caller: _Caller) -> tuple[Shared, OpenMemory, Pipe | None]:
         """Check the first message. Returns what the caller may have; raises PeerError with the refusal's code."""
         try:
-            received = await _within(CALL_S, caller.receive())
+            async with _within(CALL_S):
+                received = await caller.receive()
         except TimeoutError:
             raise PeerError("caller_slow", f"the first message: not all here after {CALL_S} s") from None
         if received is None:
@@ -236,7 +236,8 @@ class MemoryDoor(Server["_Caller"]):
                 opened = structs.replace(opened, pipe=len(shared.fds))
                 caller.send(opened, (*shared.fds, theirs.fileno()))
             try:
-                await _within(HAND_OVER_S, caller.flush())
+                async with _within(HAND_OVER_S):
+                    await caller.flush()
             except TimeoutError:
                 caller.shut()
                 raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
@@ -332,7 +333,14 @@ async def open_memory(
     _check_socket(ticket)
     with ExitStack() as stack:
         try:
-            connection, received = await _within(within_s, _asked(ticket, agent, allowed_uids, stack))
+            async with _within(within_s):
+                connection = await _connected(ticket.path, frozenset([os.getuid(), *allowed_uids]))
+                stack.callback(connection.shut)
+                shown = OpenMemory(
+                    versions=OURS, session=ticket.session, epoch=ticket.epoch, token=ticket.token, agent=agent
+                )
+                connection.send(shown)
+                received = await connection.receive()
         except (TimeoutError, OSError, BadFrame) as error:
             raise PeerError("door_unreachable", f"door {ticket.path}: {error or 'no answer'}") from error
         if received is None:
@@ -345,34 +353,24 @@ async def open_memory(
         return Handover(connection, message, fds)
 
 
-async def _within(seconds: float, waiting: Coroutine[Any, Any, T]) -> T:
-    """Await this so long. Time in which our own loop stood still does not count. Raises TimeoutError."""
-    loop, left, step = asyncio.get_running_loop(), seconds, seconds / 8
-    task = loop.create_task(waiting)
-    try:
-        while left > 0 and not task.done():
-            began = loop.time()
-            await asyncio.wait([task], timeout=step)
-            left -= min(loop.time() - began, step)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-    if task.cancelled():
-        raise TimeoutError
-    return task.result()
+@asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    """`asyncio.timeout`, but for the time in which our own loop stood still: what came then was not read yet."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
 
+        def count(left: int) -> None:
+            nonlocal timer
+            if left:
+                timer = loop.call_later(seconds / STEPS, count, left - 1)
+            else:
+                timeout.reschedule(loop.time())
 
-async def _asked(
-    ticket: Ticket, agent: str, allowed_uids: Iterable[int], stack: ExitStack
-) -> tuple[Connection[FromDoor, ToDoor], tuple[FromDoor, list[int]] | None]:
-    """The connection, which `stack` closes, and the answer."""
-    connection = await _connected(ticket.path, frozenset([os.getuid(), *allowed_uids]))
-    stack.callback(connection.shut)
-    connection.send(
-        OpenMemory(versions=OURS, session=ticket.session, epoch=ticket.epoch, token=ticket.token, agent=agent)
-    )
-    return connection, await connection.receive()
+        timer = loop.call_later(seconds / STEPS, count, STEPS - 1)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _check_socket(ticket: Ticket) -> None:

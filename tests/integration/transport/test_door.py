@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors
 from kvbridge.transport.door import Importer, MemoryDoor, Shared
+from kvbridge.transport.framed import Connection
 from kvbridge.transport.lock import Lock
 from kvbridge.unix_socket import close_fds
 from testing.proc import descriptors
@@ -352,6 +354,28 @@ async def test_time_in_which_we_stood_still_counts_against_no_caller(
             time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
             assert b"memory_opened" in await heard(raw)
         await until_held_by(door, 0)
+
+
+async def test_an_opening_that_is_cancelled_as_the_answer_comes_leaks_no_descriptor(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, receive = pipes(2), Connection.receive
+    before = descriptors()
+
+    async def received(connection: Connection[Any, Any]) -> Any:
+        found = await receive(connection)
+        if found is not None and isinstance(found[0], MemoryOpened):
+            asyncio.get_running_loop().call_soon(opening.cancel)
+        return found
+
+    monkeypatch.setattr(Connection, "receive", received)
+    async with opened(path, mine) as door:
+        opening = asyncio.create_task(open_memory(ticket_of(door), "decode-0"))
+        with contextlib.suppress(asyncio.CancelledError):
+            (await opening).close()
+        await until_held_by(door, 0)
+    assert descriptors() == before
+    close_fds(mine)
 
 
 async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
