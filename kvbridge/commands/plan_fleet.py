@@ -10,7 +10,7 @@ from typing import Any
 from kvbridge_proto.pool import Pool
 
 from ..errors import OperatorError, did_you_mean
-from ..models.fleet import SIZES, FleetGoal, FleetKV, FleetPlan, filled, plan_fleet, sequences
+from ..models.fleet import MAY_BE_0, MOST, SHARES, SIZES, FleetGoal, FleetKV, FleetPlan, filled, plan_fleet, sequences
 from .console import stdout, write
 from .plan import USUAL_SLOT_BYTES, EngineSide, parts_of, sides_of
 
@@ -28,17 +28,27 @@ def read_goal(text: str) -> FleetGoal:
     given: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, is_given, value = part.partition("=")
-        if name not in known or not is_given:
-            raise OperatorError("bad_option", f"fleet: got {part!r}, need NAME=VALUE; {did_you_mean(name, known)}")
+        if name not in known or not is_given or name in given:
+            raise OperatorError("bad_option", f"fleet: got {part!r}, need NAME=VALUE once; {did_you_mean(name, known)}")
         try:
             given[name] = known[name](value)
         except ValueError:
             raise OperatorError("bad_option", f"fleet: {part}: must be a number") from None
-        if (known[name] is not str and not 0 <= given[name] < 1e30) or (given[name] == 0 and name in needed):
-            raise OperatorError("bad_option", f"fleet: {part}: must be positive")
+        if (bounds := _broken(name, given[name])) is not None:
+            raise OperatorError("bad_option", f"fleet: {part}: must be {bounds}")
     if missing := [name for name in needed if name not in given]:
         raise OperatorError("bad_option", f"fleet: needs {', '.join(missing)} too")
-    return FleetGoal(**given)
+    if (goal := FleetGoal(**given)).active > goal.parameters:
+        raise OperatorError("bad_option", f"fleet: active={goal.active:g}: parameters are {goal.parameters:g}")
+    return goal
+
+
+def _broken(name: str, value: Any) -> str | None:
+    """The bounds of this value, if it is beyond them."""
+    if isinstance(value, str) or (value == 0 and name in MAY_BE_0):
+        return None
+    most = 1 if name in SHARES else MOST[type(value)]
+    return None if 0 < value <= most else f"positive and at most {most:g}"
 
 
 def kv_bytes(giving: EngineSide, taking: EngineSide, goal: FleetGoal) -> FleetKV:
@@ -96,7 +106,7 @@ def _lines(goal: FleetGoal, kv: FleetKV, ranks: tuple[int, int], found: FleetPla
         f"  busy {goal.busy:g} x {found.sequences} / ({goal.answer_tokens} tokens x {found.step_s:.3g} s) = "
         f"{found.decode_rate:.3g} requests/s an engine",
         f"link: {link(found, kv) / 1e9:,.2f} GB/s out of a prefill engine carry a prompt in the time of its prefill; "
-        f"{goal.rate * kv.carried / found.decode / 1e9:,.2f} GB/s into a decode engine on average",
+        f"{min(goal.rate, found.rate) * kv.carried / found.decode / 1e9:,.2f} GB/s into a decode engine on average",
         "sizes that hold the weights and a sequence: " + _sizes(goal, kv),
         "",
         NOT_KNOWN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import OperatorError
@@ -14,6 +15,9 @@ GPUS = {
     "h200": (989e12, 4.8e12, 141e9),
 }
 SIZES = (1, 2, 4, 8)  # GPUs of an engine
+SHARES = ("prefill_efficiency", "decode_efficiency", "memory_share", "busy")
+MAY_BE_0 = ("active", "flops", "memory_rate", "memory")
+MOST = {int: 10_000_000, float: 1e30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def sequences(goal: FleetGoal, kv: FleetKV, ranks: int) -> int:
     _, _, memory = filled(goal)
     room = ranks * memory * goal.memory_share - goal.parameters * goal.parameter_bytes
     most = min(goal.most_sequences, int(room // kv.sequence)) if room > 0 else 0
-    return next((count for count in range(most, 0, -1) if step_s(goal, kv, ranks, count) <= goal.step_s), 0)
+    return bisect_right(range(1, most + 1), goal.step_s, key=lambda count: step_s(goal, kv, ranks, count))
 
 
 def plan_fleet(goal: FleetGoal, kv: FleetKV, prefill_ranks: int, decode_ranks: int) -> FleetPlan:
@@ -118,15 +122,12 @@ def plan_fleet(goal: FleetGoal, kv: FleetKV, prefill_ranks: int, decode_ranks: i
         )
     step = step_s(goal, kv, decode_ranks, count)
     prefill_rate, decode_rate = goal.busy / each_s, goal.busy * count / (goal.answer_tokens * step)
-    splits = [
-        (number, (goal.gpus - number * prefill_ranks) // decode_ranks)
-        for number in range(1, 1 + (goal.gpus - decode_ranks) // prefill_ranks)
-    ]
-    if not splits:
-        least = prefill_ranks + decode_ranks
+    if goal.gpus < (least := prefill_ranks + decode_ranks):
         raise OperatorError("fleet_too_small", f"gpus: got {goal.gpus}, one engine of each role needs {least}")
     prefill, decode = math.ceil(goal.rate / prefill_rate), math.ceil(goal.rate / decode_rate)
     if prefill * prefill_ranks + decode * decode_ranks > goal.gpus:
+        most = (goal.gpus - decode_ranks) // prefill_ranks
+        splits = ((number, (goal.gpus - number * prefill_ranks) // decode_ranks) for number in range(1, 1 + most))
         prefill, decode = max(splits, key=lambda each: min(each[0] * prefill_rate, each[1] * decode_rate))
     rate = min(prefill * prefill_rate, decode * decode_rate)
     return FleetPlan(prefill, decode, each_s, prefill_rate, count, step, decode_rate, rate)

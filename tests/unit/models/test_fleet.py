@@ -68,6 +68,13 @@ def test_what_cannot_be_says_why(changes: dict, words: str) -> None:
         ("gpus=two", "must be a number"),
         ("gpus=0", "must be positive"),
         ("rate=nan", "must be positive"),
+        ("busy=0", "must be positive and at most 1"),
+        ("memory_share=90", "must be positive and at most 1"),
+        ("prefill_efficiency=0", "must be positive and at most 1"),
+        ("most_sequences=0", "must be positive"),
+        ("gpus=1000000000000", "at most 1e[+]07"),
+        ("gpus=8,gpus=9", "need NAME=VALUE once"),
+        ("gpus=2,rate=1,prompt_tokens=1,answer_tokens=1,parameters=1e9,active=2e9", "parameters are 1e[+]09"),
     ],
 )
 def test_a_goal_that_is_none_is_refused(text: str, words: str) -> None:
