@@ -357,6 +357,7 @@ async def open_memory(
 async def _within(seconds: float) -> AsyncIterator[None]:
     """`asyncio.timeout`, but for the time in which our own loop stood still: what came then was not read yet."""
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as timeout:
 
         def count(left: int) -> None:
