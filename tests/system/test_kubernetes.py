@@ -179,6 +179,20 @@ def test_pods_are_found_by_services_policies_and_prometheus(overlay: str) -> Non
             assert all(labels[each["key"]] in each["values"] for each in selector["matchExpressions"])
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_network_policy_lets_in_routers_to_engines_and_agents_to_agents(overlay: str) -> None:
+    def is_chosen(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+        said = [labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])]
+        return selector.get("matchLabels", {}).items() <= labels.items() and all(said)
+
+    rules = named(overlay, "NetworkPolicy", "kvbridge")["spec"]["ingress"]
+    for role, ports in (("router", {8000, 8998}), *((role, set()) for role in OURS)):
+        labels = pod(overlay, role)["metadata"]["labels"]
+        chosen = [each for each in rules if any(is_chosen(who.get("podSelector", {"matchLabels": {"": ""}}), labels)
+                                                for who in each["from"])]  # fmt: skip
+        assert [{port["port"] for port in each.get("ports", [])} for each in chosen] == [ports], role
+
+
 @pytest.mark.parametrize("role", OURS)
 def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str) -> None:
     assert container(EXAMPLE, role, "agent") == container("vllm", role, "agent")
