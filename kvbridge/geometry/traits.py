@@ -53,12 +53,21 @@ def prompt_size(pool: Pool) -> PromptSize:
     for plane in pool.planes:
         bytes_of[plane.group] += plane.heads * plane.codec.row_bytes / plane.row_tokens
     each = list(zip(pool.groups, bytes_of, strict=True))
-    rooms = [group.blocks * group.block_tokens * pool.shard.cp_size for group in pool.groups if group.kind == "full"]
     return PromptSize(
         token_bytes=sum(size * share for group, size in each if group.kind == "full"),
         prompt_bytes=sum(size * (group.window or 1) for group, size in each if group.kind != "full"),
-        tokens=min(MOST_COUNT, min(rooms, default=0)),
+        tokens=min(MOST_COUNT, _room(pool)),
     )
+
+
+def _room(pool: Pool) -> int:
+    """How many tokens there is room for. Groups of the same memory, as vLLM has them, share its blocks."""
+    places = [{(each.region, each.offset) for each in pool.planes if each.group == i} for i in range(len(pool.groups))]
+    full = [(group, at) for group, at in zip(pool.groups, places, strict=True) if group.kind == "full"]
+    rooms = (
+        group.blocks // sum(not at.isdisjoint(other) for _, other in full) * group.block_tokens for group, at in full
+    )
+    return min(rooms, default=0) * pool.shard.cp_size
 
 
 def _each(values: Iterable[str]) -> str:

@@ -85,3 +85,12 @@ def test_the_size_of_prompts_is_that_of_what_travels(shape: Shape) -> None:
         assert long == 2048 * size.token_bytes + size.prompt_bytes
         keeps_all = "full" in shape.kinds
         assert size.tokens == keeps_all * shape.blocks * shape.block_tokens * shape.cp_size
+
+
+def test_groups_of_the_same_memory_share_its_blocks() -> None:
+    """As vLLM's do, where layers that keep all tokens outnumber the others."""
+    pool = build_all(BASE)[0].pool
+    first = [plane for plane in pool.planes if plane.layer == 0]
+    second = [msgspec.structs.replace(plane, layer=1, group=1) for plane in first]
+    shared = msgspec.structs.replace(pool, groups=pool.groups * 2, planes=(*first, *second))
+    assert prompt_size(shared).tokens == BASE.blocks // 2 * BASE.block_tokens
