@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.engine import Attached, Done, Failed, Refused
 
-from testing.agents import OracleEngine, agent, is_at_rest
+from testing.agents import PATIENT_S, OracleEngine, agent, is_at_rest
 from testing.nursery import kvbridge
 from testing.oracle import Shape, build_all
 from testing.pairs import carry
@@ -79,8 +80,10 @@ def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked:
     sender, receiver = (newer, older) if is_newer_asked else (older, newer)
     theirs, ours = (2, 1) if is_newer_asked else (1, 2)
     for _ in range(3):
+        began = time.monotonic()
         answer = carried(sender, receiver)
         assert isinstance(answer, Failed) and answer.code == "version_mismatch", answer
+        assert time.monotonic() - began < PATIENT_S / 2, "it waited for connect_s"
         assert answer.reason.endswith(f"versions: sender {theirs}-{theirs}, receiver {ours}-{ours}"), answer
     wait_for(lambda: is_at_rest(receiver.agent.status))
     assert agreed(receiver) <= {0} and agreed(sender) == set()
