@@ -43,6 +43,7 @@ LARGE = (
     *("prompt", "messages", "text", "input_ids", "image_data", "video_data", "audio_data", "tools", "documents"),
     *("prompt_embeds", "input_embeds", "input", "instructions", "system"),
 )
+GREEDY = 1e-5  # vLLM takes a lower temperature for 0
 REST_BYTES = 1 << 20  # of all other fields together
 MOST_FIELDS = 256  # of an object that is looked into
 SCALAR_BYTES = 1024  # a longer number or string is passed on as bytes
@@ -116,8 +117,8 @@ def pieces(body: Any) -> list[bytes | memoryview]:
     return [*found, bytes(small + b"}")]
 
 
-def read(path: str, raw: bytes, is_vllm: bool = False) -> Asks:
-    """Read a client's body. `is_vllm`: engines of vLLM only, which share what is prefilled. Raises ClientError."""
+def read(path: str, raw: bytes, are_shared: bool = False) -> Asks:
+    """Read a client's body. `are_shared`: one engine may make several answers to a prompt. Raises ClientError."""
     try:
         raw.decode()
         large = sum(len(memoryview(getattr(each, name))) for each in (_large(raw),) for name in LARGE)
@@ -133,7 +134,7 @@ def read(path: str, raw: bytes, is_vllm: bool = False) -> Asks:
         raise ClientError("not_supported", f"not supported here: {', '.join(unfit)}")
     _check_flag(body, "stream")
     body = _with_custom(body, "custom_params")
-    return _split_generate(body) if path == GENERATE else _split_openai(path, body, is_vllm)
+    return _split_generate(body) if path == GENERATE else _split_openai(path, body, are_shared)
 
 
 def _looked_into(raw: bytes | msgspec.Raw) -> Body:
@@ -197,19 +198,26 @@ def _is_deep(value: msgspec.Raw) -> bool:
     return any(_kind(each) in ("a list", "an object") for each in inner)
 
 
-def _split_openai(path: str, body: Body, is_vllm: bool) -> Asks:
+def _split_openai(path: str, body: Body, are_shared: bool) -> Asks:
     if path in OF_VLLM:
         return Asks((PromptAsk(path, body),))
     samples = _count(body, "n")
     if _count(body, "best_of") > 1:
         raise ClientError("not_supported", "not supported here: best_of > 1")
+    are_shared &= not _is_greedy(body)
     if path == CHAT:
         messages = body.get("messages")
         if _kind(messages) != "a list" or not is_set(messages):
             raise ClientError("bad_request", "messages must be a list that is not empty")
-        return _asks(path, [body], samples, "n", False, is_vllm)
+        return _asks(path, [body], samples, "n", False, are_shared)
     prompts = _prompts(body.get("prompt"), "prompt")
-    return _asks(path, [body | {"prompt": prompt} for prompt in prompts], samples, "n", False, is_vllm)
+    return _asks(path, [body | {"prompt": prompt} for prompt in prompts], samples, "n", False, are_shared)
+
+
+def _is_greedy(body: Body) -> bool:
+    """Whether vLLM would refuse several answers to a prompt, as all are the same."""
+    temperature = body.get("temperature")
+    return isinstance(temperature, int | float) and temperature < GREEDY
 
 
 def _split_generate(body: Body) -> Asks:

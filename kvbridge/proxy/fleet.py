@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ log.addFilter(OneLine())
 BOOTSTRAP_PORT = 8998  # SGLang's default
 AGENTS_S = 10.0  # how long the addresses of SGLang's agents are kept
 BOOTSTRAP_BYTES = 1 << 20  # of what a bootstrap server answers
+METRICS_BYTES = 16 << 20  # of a vLLM engine's page
+REPLICA = re.compile(rb'^vllm:num_requests_running\{[^\n]*\bengine="(\d+)"', re.MULTILINE)
 SLOW_CHECKS = 3  # health checks without an answer, one after the other, until an engine gets no requests
 LATE_ASKS = 3  # questions whose answer we did not look at in time, one after the other, until a request fails
 ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
@@ -85,6 +88,7 @@ class Backend:
     turn: int = 0  # when it was last taken
     agents: dict[int, tuple[float, AgentPlace]] = field(default_factory=dict)  # by replica, with the time of asking
     replicas: tuple[float, int] | None = None
+    is_single: bool | None = None  # whether a vLLM engine is known to have one replica; None until it was asked
 
     @property
     def name(self) -> str:
@@ -218,9 +222,13 @@ class Fleet:
         return [each for engines in self._engines.values() for each in engines]
 
     @property
-    def is_vllm(self) -> bool:
-        """Whether all engines are vLLM's."""
-        return all(each.kind is Kind.VLLM for each in self._all())
+    def shares_prompts(self) -> bool:
+        """Whether all answers to a prompt share what is prefilled: all engines are vLLM's, and decode has no replicas.
+
+        Where it has, vLLM spreads the answers of one call over them, and an offer serves one.
+        """
+        is_vllm, decoding = all(each.kind is Kind.VLLM for each in self._all()), self.healthy(Role.DECODE)
+        return is_vllm and bool(decoding) and all(each.is_single for each in decoding)
 
     def healthy(
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
@@ -264,7 +272,7 @@ class Fleet:
         self.sparing.say(f"{failure.code} {engine.role} {engine.name}", f"{failure.code}: {failure}")
         self._metrics.failures.labels(engine.role, engine.name, failure.code).inc()
         engine.agents.clear()
-        engine.replicas = None
+        engine.replicas = engine.is_single = None
         if failure.code == "unreachable":
             self._set_healthy(engine, False, "it cannot be reached")
 
@@ -284,6 +292,10 @@ class Fleet:
                 if slow < SLOW_CHECKS and engine.is_healthy:
                     log.info("%s engine %s is slow: %s", engine.role, engine.name, why)
                     why = ""
+            if why:
+                engine.is_single = None
+            elif engine.kind is Kind.VLLM and engine.role is Role.DECODE and engine.is_single is None:
+                engine.is_single = await self._is_single(engine)
             self._set_healthy(engine, not why, why)
             if not engine.is_checked:
                 engine.is_checked = True
@@ -300,6 +312,15 @@ class Fleet:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
+
+    async def _is_single(self, engine: Backend) -> bool | None:
+        """Whether its metrics name one replica. None if it does not answer."""
+        try:
+            async with asyncio.timeout(self._waits.health_s):
+                async with self._http.get(f"{engine.url}/metrics", allow_redirects=False) as answer:
+                    return len(set(REPLICA.findall(await bounded(answer, METRICS_BYTES)))) == 1
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
 
     def _set_healthy(self, engine: Backend, is_healthy: bool, why: str) -> None:
         if engine in self._watches:

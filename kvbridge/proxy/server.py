@@ -288,9 +288,9 @@ class Proxy:
 
     async def _read(self, path: str, raw: bytes) -> Asks:
         if len(raw) <= INLINE_BYTES:
-            return read(path, raw, self._fleet.is_vllm)
+            return read(path, raw, self._fleet.shares_prompts)
         async with self._reading:
-            return await asyncio.to_thread(read, path, raw, self._fleet.is_vllm)
+            return await asyncio.to_thread(read, path, raw, self._fleet.shares_prompts)
 
     async def _whole(self, request: web.Request, asked: Asks, call: Call) -> tuple[web.StreamResponse, str]:
         if len(asked.asks) == 1:  # the answer is sent before we wait for the rest of the prefill leg

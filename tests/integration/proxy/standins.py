@@ -38,6 +38,7 @@ class StandIn:
     got: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_healthy: bool = True
+    replicas: int = 1
     hangs_until: asyncio.Event | None = None  # at its health check
     looks_up: Callable[[], Any] | None = None  # awaited before its bootstrap server answers
     checks: int = 0  # of its health
@@ -113,6 +114,12 @@ class StandIn:
         if self.hangs_until is not None:
             await self.hangs_until.wait()
         return web.Response(status=200 if self.is_healthy else 503)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        if self.kind != "vllm":
+            return web.Response(status=404)
+        lines = [f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0.0\n' for n in range(self.replicas)]
+        return web.Response(text="# TYPE vllm:num_requests_running gauge\n" + "".join(lines))
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.kind}]})
@@ -260,6 +267,7 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS, **more: Any) ->
                     app.router.add_post(path, engine.ask)
                 app.router.add_get("/health", engine.health)
                 app.router.add_get("/v1/models", engine.models)
+                app.router.add_get("/metrics", engine.metrics)
                 app.router.add_get("/route", engine.route)
                 app.router.add_get("/kvbridge/ranks", engine.ranks)
                 runner, port = await _served(app)

@@ -133,6 +133,30 @@ async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> No
         assert {body["n"] for _, body, _ in w.decode.got} == {2 // len(seeds)}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_greedy_answers_are_made_each_of_its_own_prefill(path: str) -> None:
+    """vLLM takes no `n` > 1 for them."""
+    async with world("vllm", "vllm") as w:
+        status, answer = await w.ask(path, BODIES[path] | {"n": 2, "temperature": 0})
+        assert status == 200 and [each["index"] for each in answer["choices"]] == [0, 1]
+        assert [body["n"] for _, body, _ in w.decode.got] == [1, 1]
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+async def test_answers_that_vllm_may_spread_over_replicas_have_a_prefill_each(replicas: int) -> None:
+    """One that starts again with other replicas is asked again."""
+    async with world("vllm", "vllm") as w:
+        for count, samples in ((replicas, [1, 1]), (1, [2])):
+            w.decode.is_healthy, w.decode.replicas = False, count
+            await w.until(lambda: not w.fleet.healthy(Role.DECODE))
+            w.decode.is_healthy = True
+            await w.until(lambda: bool(w.fleet.healthy(Role.DECODE)))
+            assert (await w.ask("/v1/completions", COMPLETION | {"n": 2}))[0] == 200
+            assert [body["n"] for _, body, _ in w.decode.got] == samples
+            assert len(w.prefill.got) == len(samples)
+            w.decode.got.clear(), w.prefill.got.clear()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 async def test_an_answer_that_lacks_some_of_n_is_incomplete(count: int) -> None:
     said = {"choices": [{"index": n, "text": TEXT, "finish_reason": "length"} for n in range(count)]}
@@ -872,7 +896,7 @@ async def test_answers_that_are_put_together_are_bounded_too() -> None:
     said = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}]}
     async with world("vllm", "vllm", limits=ProxyLimits(held_bytes=4 << 20)) as w:
         w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
-        status, answer = await w.ask("/v1/completions", COMPLETION | {"n": 16})
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"prompt": [[n] for n in range(1, 17)]})
         assert (status, answer["error"]["code"]) == (503, "busy")
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert "engine_failures_total{" not in await w.metrics()
