@@ -17,7 +17,8 @@ from .plan import USUAL_SLOT_BYTES, EngineSide, parts_of, sides_of
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str}
 NOT_KNOWN = (
     "not counted: attention's own FLOPs (they grow with the square of the prompt), communication between ranks, what "
-    "caches of prefixes save, time in queues. Measure before you buy: kvbridge bench, and your own engines."
+    "caches of prefixes save, time in queues; and that the stages of a pipeline (-pp) work one after the other: a step "
+    "takes that many times as long. Measure before you buy: kvbridge bench, and your own engines."
 )
 
 
