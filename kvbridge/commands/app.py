@@ -442,8 +442,9 @@ def plan(
         str,
         typer.Option(
             metavar="GOAL",
-            help="With --model: how many engines of each role are needed. GOAL is gpus=8,rate=7,prompt_tokens=4000,"
-            "answer_tokens=64,parameters=8e9 and what else shall differ: gpu, and each assumption that is printed.",
+            help="With --model: how many engines of each role are needed. GOAL is NAME=VALUE with commas between: "
+            "gpus, rate, prompt_tokens, answer_tokens, parameters, and what else shall differ: gpu, and each "
+            "assumption that is printed.",
         ),
     ] = "",
     as_json: AsJSON = False,
@@ -463,9 +464,9 @@ def plan(
     Examples:
       kvbridge plan prefill.json /run/kvbridge/agent-0.sock --tokens 8192
       kvbridge plan rank-0.json,rank-1.json decode.json --json
-      kvbridge plan --model config.json 'vllm serve M -tp 2 --block-size 64' 'sglang --tp 4 --kv-cache-dtype fp8_e4m3'
       kvbridge plan --model config.json 'vllm serve M' 'vllm serve M' \\
         --fleet gpus=8,gpu=h200,rate=20,prompt_tokens=4000,answer_tokens=200,parameters=8e9
+      kvbridge plan --model config.json 'vllm serve M -tp 2 --block-size 64' 'sglang --tp 4 --kv-cache-dtype fp8_e4m3'
     """
     with told("plan"):
         if fleet:
