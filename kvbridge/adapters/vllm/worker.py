@@ -223,12 +223,15 @@ class WorkerSide:
             self._over.pop(number, None)
 
     def _send(self, conversation: Conversation, step: ConnectorStep) -> None:
+        preempted = self._withdraw_preempted(conversation, step)
         fetched = step.awaited.keys() - step.joined.keys()
         wants = [each for each in step.before if isinstance(each, Want) and each.number in fetched]
         fence = conversation.upcoming if wants else 0
         if not fence:  # on a CPU
             self._clear(wants)
         for message in step.before:
+            if isinstance(message, Withdraw) and message.number in preempted:
+                continue
             if isinstance(message, Abandon):
                 if self._leaves(message.number):
                     continue
@@ -243,11 +246,17 @@ class WorkerSide:
         if fence:
             self._clear(wants)
             conversation.mark()
+
+    def _withdraw_preempted(self, conversation: Conversation, step: ConnectorStep) -> set[int]:
+        """Before anything is written: their blocks may belong to what is wanted in the same step, after a reset."""
         # What is offered here has no blocks (`SchedulerSide._nothing`).
         unread = step.held.keys() | {each.number for each in step.before if isinstance(each, Offer)}
-        preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in unread]
-        if preempted:
-            conversation.wait_for_readers(preempted)
+        gone = {each.number: each for each in step.before if isinstance(each, Withdraw) and each.number not in unread}
+        for message in gone.values():
+            conversation.send(message)
+        if gone:
+            conversation.wait_for_readers(gone)
+        return set(gone)
 
     def _clear(self, wants: Iterable[Want]) -> None:
         """Enqueue what must be done with their blocks before the agent writes there."""

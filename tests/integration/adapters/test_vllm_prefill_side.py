@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvbridge_proto.common import Rank
-from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
+from kvbridge_proto.engine import Directory, Offer, Released, Want, Withdraw
 
 from kvbridge.adapters.engine.conversation import COMPUTING_S
 from kvbridge.adapters.vllm import scheduler
@@ -167,6 +167,24 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
     assert anew[0].blocks[0].first == 0 and anew[-1].is_last
     agent.say(Released(number=withdrawn.number, request="r"))  # the first attempt's; nobody waits for it
     world.finish()
+
+
+@pytest.mark.proves("G13")
+def test_nothing_is_wanted_before_nobody_reads_what_a_reset_has_preempted(tmp_path: Path) -> None:
+    """It preempts between steps, so its blocks may belong to what is wanted in the next one."""
+    kept = {"kvbridge_resets_keep_weights": True}
+    world = World(tmp_path, budget=128, long_prefill_token_threshold=64, extra=kept).ready()
+    (agent,) = world.agents
+    agent.is_answering_withdrawals = True
+    world.prefill(192)
+    world.step()
+    assert world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    world.decode(40)
+    world.agents = []
+    with agent.alive():
+        world.step()
+    agent.pump()
+    assert [type(each) for each in agent.heard if isinstance(each, Want | Withdraw)] == [Withdraw, Want]
 
 
 def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) -> None:
