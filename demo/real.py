@@ -19,10 +19,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvbridge.loopback.servers import python_with
 from testing.http_server import HttpServer
 
 from .model import prompt
-from .processes import python_with
 from .rows import difference, load, wait_room
 from .servers import DemoFleet, DemoServer, ask_vllm, exit_on_signals
 
@@ -75,7 +75,7 @@ def run(pairs: Pairs, chosen: Mapping[str, Path | None]) -> None:
     """
     exit_on_signals()
     console = Console()
-    pythons = {kind: python_with(kind, python) for kind, python in chosen.items()}
+    pythons = {kind: python_with(kind, python, f"--{kind}-python") for kind, python in chosen.items()}
     engines = list(dict.fromkeys(each for group in pairs.values() for pair in group for each in pair))
     engines += [ALONE] if "sglang" in pythons else []
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbridge.adapters.vllm.on_cpu import SETTINGS as VLLM_SETTINGS
 from kvbridge.loopback.processes import AgentProcess, agents
+from kvbridge.loopback.servers import vllm_transfer
 from testing.http_server import HttpServer
 from testing.jobs import moved_bytes
 
 from .processes import SETTINGS, free_port
 from .pythonpath import of_checkout
-from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 600.0  # start-up of an engine that shares two busy cores with five others
 MOST_TOKENS = 1 << 14  # room for KV in each engine
@@ -120,16 +121,11 @@ class DemoFleet:
 
 def vllm_flags(model: str, block_tokens: int, socket: str, on_failure: str, role: str = "kv_both") -> list[str]:
     """What any vLLM of the demo is started with. It computes in fp32, since tokens are compared."""
-    transfer = {
-        "kv_connector": "KVBridgeConnector",
-        "kv_role": role,
-        "kv_load_failure_policy": on_failure,
-        "kv_connector_extra_config": {"kvbridge_socket": socket},
-    }
     return [
         *("serve", model, "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--block-size", str(block_tokens), "--max-model-len", "2048"),
-        *("--num-gpu-blocks-override", str(MOST_TOKENS // block_tokens), "--kv-transfer-config", json.dumps(transfer)),
+        *("--num-gpu-blocks-override", str(MOST_TOKENS // block_tokens)),
+        *("--kv-transfer-config", vllm_transfer(socket, on_failure, role)),
     ]
 
 

@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 
 from kvbridge.errors import OperatorError
+from kvbridge.loopback.servers import python_with
 
 from .model import prompt
-from .processes import python_with
 from .servers import ask_vllm, exit_on_signals
 from .upgrade_fleet import UpgradeFleet, UpgradeMember
 
@@ -140,7 +140,7 @@ def run(wheel: Path, vllm_python: Path | None) -> None:
     """
     exit_on_signals()
     console = Console()
-    python = python_with("vllm", vllm_python)
+    python = python_with("vllm", vllm_python, "--vllm-python")
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
         console.print(
             f"starting four real vLLM engines and their agents, all with {wheel.name} (a minute or two) ...",

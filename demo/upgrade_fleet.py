@@ -16,12 +16,13 @@ from kvbridge.loopback.processes import AgentProcess, end
 from testing.http_server import HttpServer
 
 from .processes import SETTINGS, free_port
-from .pythonpath import of_demo_alone
+from .pythonpath import ROOT, of_demo_alone
 from .servers import VLLM_SERVER, vllm_flags
 
 START_S = 400.0  # start-up of an engine that shares two busy cores with three others and their clients
 STEP_S = 60.0  # for anything else that we wait for
 STOP_S = 30  # for an engine to finish what it has
+OF_CPU = str(ROOT / "kvbridge/adapters/vllm/on_cpu.py")  # by its path: the wheel may not have it
 BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's blocks are multiples of 32
 
 
@@ -133,7 +134,7 @@ class UpgradeFleet:
         flags = vllm_flags(str(self._folder / "model"), BLOCKS[member.role], member.agent.socket, "recompute")
         command = [
             # vLLM's processes spin while they wait for each other, so agents and clients get priority.
-            *("nice", "-n", "10", self._python, "-m", "demo.vllm_cpu", *flags, "--shutdown-timeout", str(STOP_S)),
+            *("nice", "-n", "10", self._python, OF_CPU, *flags, "--shutdown-timeout", str(STOP_S)),
             *("--host", "127.0.0.1", "--port", str(member.port)),
         ]
         settings = SETTINGS | VLLM_SERVER | version

@@ -1,4 +1,4 @@
-"""Starts vLLM as `demo.vllm_cpu` does, and writes the KV rows of each prompt to the current folder.
+"""Starts vLLM as `kvbridge.adapters.vllm.on_cpu` does, and writes the KV rows of each prompt to the current folder.
 
 A request with a room (`room_of`) has its rows written (`rows.write`) just before its blocks are freed. On the prefill
 side that is when they have been fetched, on the decode side when the request ends.
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvbridge.adapters.vllm.on_cpu import MAINS, ask_for_tiles, main
+
 from .rows import write
-from .vllm_cpu import MAINS, ask_for_tiles, main
 
 LATER = 16  # tokens that may be decoded before rows are read
 Part = tuple[int, int, dict[str, Any], np.ndarray]  # first head, heads of the whole model, codec, rows

@@ -50,6 +50,11 @@ class Given(NamedTuple):
     place: str
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA names them; empty if all."""
+    return list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+
+
 def load(
     path: str | None = None,
     flags: Mapping[str, str | None] | None = None,

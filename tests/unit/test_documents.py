@@ -106,6 +106,7 @@ LOOKS = {
     "kvbridge/agent/rebuild.py": {"REBUILD_LOOK_S", "LOOK_PAUSED_S"},
     "kvbridge/agent/runners.py": {"CHECK_UNREAD_S", "KEEP_S"},
     "kvbridge/commands/status.py": {"SCREEN_S"},
+    "kvbridge/commands/up.py": {"REST_S"},
     "kvbridge/dataplane/data_plane.py": {"ALIVE_S", "IDLE_S"},
     "kvbridge/dataplane/threads.py": {"WATCHDOG_LOOK_S"},
     "kvbridge/proxy/pulse.py": {"BEAT_S"},

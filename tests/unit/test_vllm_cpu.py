@@ -15,11 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch  # noqa: F401 - loads its libraries before the tests stand in for the loader
 
-from demo import vllm_cpu
-from demo.vllm_cpu import ask_for_tiles
+from kvbridge.adapters.vllm import on_cpu
+from kvbridge.adapters.vllm.on_cpu import ask_for_tiles
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("demo.vllm_cpu", "demo.vllm_rows", "tests.system.engines.engine_loop", "tests.system.engines.replica_engine")
+ENGINES = (
+    "kvbridge.adapters.vllm.on_cpu",
+    "demo.vllm_rows",
+    "tests.system.engines.engine_loop",
+    "tests.system.engines.replica_engine",
+)
 
 
 class Linux:
@@ -51,7 +56,7 @@ def test_asks_nothing_where_the_number_is_another_calls(machine: str) -> None:
 def test_this_machine_grants_tiles_if_it_has_them() -> None:
     """For real; in a process of its own, which the answer changes."""
     told = subprocess.run(
-        [sys.executable, "-c", "from demo.vllm_cpu import ask_for_tiles; print(ask_for_tiles())"],
+        [sys.executable, "-c", "from kvbridge.adapters.vllm.on_cpu import ask_for_tiles; print(ask_for_tiles())"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -79,7 +84,7 @@ def test_spawned_processes_run_the_main_module_under_a_name_that_asks(tmp_path: 
     """Theirs too: vLLM's server spawns an engine core, which spawns workers."""
     (tmp_path / "spawning.py").write_text(
         "from multiprocessing import get_context, parent_process\n"
-        "from demo.vllm_cpu import MAINS\n"
+        "from kvbridge.adapters.vllm.on_cpu import MAINS\n"
         "def spawn(deeper):\n"
         "    child = get_context('spawn').Process(target=spawn if deeper else print, args=(deeper - 1,))\n"
         "    child.start(), child.join()\n"
@@ -107,9 +112,9 @@ def test_the_command_knows_its_version_by_the_name_of_vllm(monkeypatch: pytest.M
         return installed[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    vllm_cpu._answer_for_vllm()
+    on_cpu._answer_for_vllm()
     assert (metadata.version("vllm"), metadata.version("torch")) == ("0.32.0+cpu", "2.13.0")
     monkeypatch.setattr(metadata, "version", version)
     installed["vllm"] = "0.33.0"
-    vllm_cpu._answer_for_vllm()
+    on_cpu._answer_for_vllm()
     assert metadata.version("vllm") == "0.33.0"

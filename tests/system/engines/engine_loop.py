@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
+from kvbridge.adapters.vllm.on_cpu import MAINS, ask_for_tiles
 from tests.system.engines import marks, weights
 from tests.system.engines.compressed import read_compressed
 from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys

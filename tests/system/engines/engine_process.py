@@ -24,7 +24,7 @@ import numpy as np
 
 from demo.processes import SETTINGS
 from demo.rows import SavedRows
-from demo.vllm_cpu import SETTINGS as VLLM_SETTINGS
+from kvbridge.adapters.vllm.on_cpu import SETTINGS as VLLM_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from demo.vllm_cpu import MAINS, ask_for_tiles, main
 from demo.vllm_rows import keep_here
+from kvbridge.adapters.vllm.on_cpu import MAINS, ask_for_tiles, main
 from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
 
 

