@@ -73,7 +73,7 @@ def test_the_last_warnings_are_kept_cut_short_and_in_order() -> None:
 
 
 def test_a_want_that_failed_is_among_an_agents_last_errors(tmp_path: Path) -> None:
-    with agent(tmp_path, "receiver") as receiver:
+    with agent(tmp_path, "receiver", connect_s=0.5) as receiver:
         engine = OracleEngine(receiver, build(Shape()))
         engine.attach()
         engine.want("lost", "tcp://127.0.0.1:1", [0], range(16))
