@@ -16,7 +16,7 @@ from ..errors import OperatorError
 from ..local_agents import ask
 from ..options import flag_of
 
-AGENT_START_S = 60.0
+AGENT_START_S = 180.0
 AGENT_STOP_S = 15.0
 # The kernel sends an agent SIGTERM when the thread that started it ends, for any reason (PR_SET_PDEATHSIG is 1).
 BOUND = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); from kvbridge.cli import main; main()"

@@ -296,10 +296,10 @@ class WorkerSide:
         if any(each.request_id == request_id for each in self._receives.values()):
             # Of a request that is gone. vLLM would take its report for this one's.
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
-            return self._received(receive, "duplicate_request")
+            return self._received(receive, code="duplicate_request")
         if self._scales.is_pending:
             log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
-            self._received(receive, "scales_pending")
+            self._received(receive, code="scales_pending")
             return self._conversation.want(nothing_of(want))
         self._receives[want.number] = receive
         self._conversation.want(want)
@@ -349,21 +349,21 @@ class WorkerSide:
         else:
             self._scales.is_used = True
             if receive is not None and ended.other_scores:
-                code = self._finish_scores(receive.want)
+                code = "" if self._finish_scores(receive.want) else "scores_unfinished"
         if receive is not None:
             self._received(receive, code)
         self._abandoned.discard(number)
 
-    def _finish_scores(self, want: Want) -> str:
-        """So that they are finished, or will be before what the GPU does next. Returns a code if they cannot be."""
+    def _finish_scores(self, want: Want) -> bool:
+        """Whether they are finished, or will be before what the GPU does next."""
         try:
             if self._scores is None:
                 raise RuntimeError("the engine's scores are not known here")
             self._scores.finish(want)
         except Exception as error:  # such as no memory for the sums: vLLM computes the prompt
             log.warning("%s: KV came, but not its scores' weights: %s", want.request, error)
-            return "scores_unfinished"
-        return ""
+            return False
+        return True
 
     def _received(self, receive: Receive, code: str) -> None:
         """Its rows are there, or `code` says why not. Report it, and those that joined it."""

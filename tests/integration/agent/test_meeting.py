@@ -201,7 +201,13 @@ def test_every_address_of_a_name_is_met_as_it_appears_and_forgotten_when_it_is_g
     meets(receiver, *addresses[:2])
     needs_no_handshake(second, receiver)
     server.addresses = places[1:]
-    is_forgotten = lambda: 'kvbridge_meet_agents{state="met"} 1.0' in scraped(("127.0.0.1", int(metrics[10:])))  # noqa: E731
+
+    def is_forgotten() -> bool:
+        """Not only lost for a while."""
+        page = scraped(("127.0.0.1", int(metrics[10:])))
+        counts = ('{state="met"} 1.0', '{state="waiting"} 0.0')
+        return all(f"kvbridge_meet_agents{each}" in page for each in counts)
+
     wait_for(is_forgotten, why=receiver.agent.text)
     first.agent.kill()
     meets(receiver, addresses[1])
