@@ -9,6 +9,8 @@ from kvbridge_proto.common import PREFIX_TOKENS
 from kvbridge_proto.engine import KeptBy
 
 MOST_ANSWERS = 4096
+KEPT_SHARE = 0.5  # of an engine's blocks: if more hold kept answers, the oldest are released
+KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than computing it
 
 
 @dataclass(frozen=True, slots=True)

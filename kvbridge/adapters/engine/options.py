@@ -29,6 +29,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                  When it dies, blocks count as free a second later, although its kernels may still write them
     hold_s       how long a prefilled prompt is kept for a decode engine that says nothing about it; it is kept longer
                  while a request waits for it there
+    return_s     how long the KV of an answer is kept for the engine that prefills the conversation's next turn; 0: not
     connect_s    how long start-up waits for the agent; without one the engine starts anyway
     model_name   what both engines call the model; the last part of the model's path if not set
     draft_name   the same for the draft model. Modules of the model itself (MTP) are called as the model is
@@ -38,6 +39,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     agent_uids: Uids = ()
     allow_unwatched: Flag = False
     hold_s: Seconds = 30.0
+    return_s: Annotated[float, Meta(ge=0, le=86400, description="a number of seconds in [0, 86400]")] = 0.0
     connect_s: Seconds = 30.0
     model_name: Text = ""
     draft_name: Text = ""

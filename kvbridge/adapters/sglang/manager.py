@@ -21,7 +21,7 @@ import requests
 import torch
 import zmq
 from kvbridge_proto.common import Rank
-from kvbridge_proto.engine import READERS_S, Release, Weights
+from kvbridge_proto.engine import READERS_S, KeptBy, Release, Weights
 from kvbridge_proto.pool import Shard
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -38,15 +38,18 @@ from ...errors import EngineError, OperatorError
 from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
+from ..engine.memory import Memory
 from ..engine.names import UNNAMED, model_name, weights_name
 from . import drafts, foreign, states
+from .answers import ANSWERS, AnswerPages, why_none
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
 from .pool import describe, moved
-from .prompts import prompt_digest, why_not_carried
+from .prompts import prefixes, prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
 from .servers import BadAnswer, Questions, ranks, replicas, server, why_no_server
+from .turns import EarlierTurns
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -105,6 +108,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._routes: dict[str, float] = {}  # by prefill server: when we last asked again for its ranks
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
+        self.answers: AnswerPages | None = None  # of a decode server that keeps some
+        self.turns = EarlierTurns(self)
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._kv_replica_factor = 1  # the agents count what they move
@@ -137,7 +142,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
-        talk = Conversation(client, memory, log)
+        talk = Conversation(client, memory, log, takes_kept=self._begin_turns(memory))
         if self._ranks:
             talk.share(self._ranks)
         self.talk = talk
@@ -145,6 +150,28 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             for pool in (self.queue.token_to_kv_pool, *drafts.pools(self.queue)):
                 moved(pool)
         self.talk.start(self.options.connect_s)
+
+    def _begin_turns(self, memory: Memory) -> bool:
+        """Keep answers, if that is chosen. Returns whether we want to hear what others keep."""
+        scheduler, reason = self.queue.scheduler, why_none(self.queue, memory.pool.groups, _ranks())
+        if not self._is_decoder:
+            return not reason and bool(scheduler.tree_cache.supports_prefix_sharing())
+        if self.options.return_s and reason:
+            log.warning("answers are not kept for the next turn (return_s): %s", reason)
+        elif self.options.return_s and self.answers is None:
+            self.answers = AnswerPages(self)
+            setattr(scheduler.tree_cache, ANSWERS, self.answers)
+        return False
+
+    @property
+    def weights(self) -> str:
+        """The name of the weights that rows are computed with."""
+        return self._weights
+
+    @property
+    def engine_id(self) -> str:
+        """Of all ranks of this replica, and no other engine's."""
+        return self._engine_id
 
     @property
     def is_silent(self) -> bool:
@@ -197,6 +224,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         log.info("weights: %a, before %a", version, self._weights)
         self._weights = version
         self.weights_changes += 1
+        if self.answers is not None:
+            self.answers.give_back_all()
         if self.talk is not None:
             self.talk.send(Weights(version=version))
 
@@ -210,25 +239,38 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         offers = [number for number, owner in self.owners.items() if owner.is_whole]
         talk.send(Release())
-        while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
-            talk.rest(min(left, IDLE_REST_S))
-            self._look_at = 0.0
-            self.look()
+        self.look_until(lambda: not any(map(talk.is_open, offers)), end - time.monotonic())
         self._look_at = 0.0  # whoever asks next hears of it
+
+    def look_until(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Listen to the agent until then, for so long at most."""
+        end = time.monotonic() + seconds
+        while (talk := self.talk) is not None and not is_over() and (left := end - time.monotonic()) > 0:
+            talk.rest(min(left, IDLE_REST_S))
+            self.look_now()
+
+    def look_now(self) -> None:
+        self._look_at = 0.0
+        self.look()
 
     def look(self) -> None:
         """Listen to the agent, at most once in TURN_S."""
         now = time.monotonic()
         if self.talk is None or now < self._look_at:
             return
+        self.turns.attached_to(self.talk.attached)
         heard = self.talk.turn()
         if not heard and self.queue.scheduler._sched_idled and self.talk.is_waiting:
             self.talk.rest(IDLE_REST_S)
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
-            if isinstance(each, Ended) and (owner := self.owners.pop(each.number, None)) is not None:
+            if isinstance(each, KeptBy):
+                self.turns.heard(each)
+            elif isinstance(each, Ended) and (owner := self.owners.pop(each.number, None)) is not None:
                 owner.ended = each
+            elif isinstance(each, Ended):
+                self.turns.over(each)
 
     def mark_free(self) -> int:
         """A want's fence, behind the steps under way: these may still write the pages of a finished request."""
@@ -267,9 +309,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def digest(self, req: Any) -> str:
         """The digest of the request's prompt. A LoRA goes in by name and path: its id is this server's own."""
+        return prompt_digest(req, self._lora(req))
+
+    def prefixes(self, req: Any, end: int) -> tuple[bytes, ...]:
+        """Digests of the request's beginnings, up to token `end`."""
+        return prefixes(req, self._lora(req), end)
+
+    def _lora(self, req: Any) -> tuple[str, str]:
         lora = getattr(self.queue.scheduler.tp_worker.model_runner, "lora_manager", None)
         ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
-        return prompt_digest(req, (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path))
+        return (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """SGLang logs the reason as it is, and others may have chosen its words."""
@@ -592,6 +641,12 @@ def _shard() -> Shard:
         pp_rank=parallel.pp_rank,
         pp_size=parallel.pp_size,
     )
+
+
+def _ranks() -> int:
+    """How many ranks step together: those of all replicas that share out attention."""
+    parallel = get_parallel()
+    return int(parallel.tp_size * parallel.pp_size)
 
 
 def _replica() -> int:

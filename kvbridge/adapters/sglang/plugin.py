@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import release, weights
+from . import answers, release, turns, weights
 from .building import NAME, building, resolving
 from .samples import SampleRooms
 
@@ -48,7 +48,9 @@ def register() -> None:
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
         f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
         f"{TOKENIZER}._send_one_request": _send_one_request,
+        **answers.hooks(),
         **release.hooks(),
+        **turns.hooks(),
         **weights.hooks(),
     }
     for target, hook in hooks.items():

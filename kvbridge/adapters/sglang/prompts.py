@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
+
 from ..engine.prompts import PromptDigest
 
 
@@ -25,15 +27,34 @@ def prompt_digest(req: Any, lora: tuple[str, str]) -> str:
     digest = PromptDigest(prompt_tokens(req))
     for item in getattr(getattr(req, "multimodal_inputs", None), "mm_items", None) or ():
         digest.add("media", str(item.modality), str(item.hash), str(item.offsets))
+    _add_variant(digest, req, lora)
+    if (types := getattr(req, "token_type_ids", None)) is not None:
+        digest.add("types", array("q", map(int, types)).tobytes())
+    return digest.text()
+
+
+def prefixes(req: Any, lora: tuple[str, str], end: int) -> tuple[bytes, ...]:
+    """Digests of what this request and others may have in common, up to token `end`; none if nothing identifies that.
+
+    The same bytes as vLLM's. Media are left out: tokens of one may see each other, so a prefix that ends there has
+    other KV.
+    """
+    media = getattr(getattr(req, "multimodal_inputs", None), "mm_items", None)
+    if media or getattr(req, "token_type_ids", None) is not None or why_not_carried(req):
+        return ()
+    digest = PromptDigest(())
+    _add_variant(digest, req, lora)
+    return digest.prefixes([*req.origin_input_ids, *req.output_ids][:end], PREFIX_TOKENS, MOST_PREFIXES)
+
+
+def _add_variant(digest: PromptDigest, req: Any, lora: tuple[str, str]) -> None:
+    """Add what makes the KV of equal tokens differ."""
     if req.lora_id:
         digest.add_adapter(*lora)
     if extra := (req.extra_key or "").removesuffix(req.lora_id or ""):
         digest.add("extra", extra)
     if req.cache_salt:
         digest.add("salt", req.cache_salt)
-    if (types := getattr(req, "token_type_ids", None)) is not None:
-        digest.add("types", array("q", map(int, types)).tobytes())
-    return digest.text()
 
 
 def prompt_tokens(req: Any) -> list[int]:

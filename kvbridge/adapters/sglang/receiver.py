@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
 from . import compressed, drafts, foreign, states, windows
+from .answers import CHANGES
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
@@ -84,6 +85,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if not self._has_room:
             return
         self._tokens = tokens
+        setattr(req, CHANGES, self.kv_mgr.weights_changes)
         self._traceparent = traceparent(foreign.custom_params(req))
         self._prompt, reason = self.kv_mgr.name(req)
         if not reason and is_foreign(self.bootstrap_addr):

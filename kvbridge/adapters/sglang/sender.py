@@ -54,6 +54,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._length = 0  # of the prompt
         self._changes = 0  # of the weights, when its request came
         self._is_fetched_elsewhere = self._was_offered = False
+        self._earlier = 0  # the number of a want, of the earlier turns of its conversation
         self._req: Any = None
 
     def bind(self, req: Any) -> None:
@@ -74,6 +75,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if is_fetched_elsewhere and (states.has_states(pool) or compressed.is_compressed(pool)):
             foreign.shorten(req)
         self._length = len(prompt_tokens(req))
+        self._earlier = attempt(req, "its earlier turns are computed", self.kv_mgr.turns.begin)[0] or 0
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
 
     def pop_decode_prefix_len(self) -> int:
@@ -164,8 +166,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         return True
 
     def poll(self) -> int:
+        """Its prefill does not begin before its earlier turns have come, if others keep them."""
         self._advance()
-        return int(super().poll())
+        status = int(super().poll())
+        waits = status == KVPoll.WaitingForInput and self.kv_mgr.turns.is_open(self._earlier)
+        return int(KVPoll.Bootstrapping) if waits else status
 
     def poll_pp_consensus(self) -> int:
         self._advance()
@@ -218,6 +223,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return
         self._is_over, self._req = True, None
         manager, number = self.kv_mgr, self.bootstrap_room
+        manager.turns.abandon(self._earlier)
         self._take_back(failure or "the request is over")
         with manager.failure_lock:
             self._why = manager.failure_records.pop(number, "") or failure

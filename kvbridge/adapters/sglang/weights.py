@@ -81,6 +81,10 @@ def give_up_held(scheduler: Any) -> bool:
 def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """For `/flush_cache`, and after an update."""
     give_up_held(scheduler)
+    if (manager := manager_of(scheduler)) is not None:
+        manager.turns.abandon_all()
+        if manager.answers is not None:
+            manager.answers.give_back_all()
     return original(scheduler, *args, **kwargs)
 
 

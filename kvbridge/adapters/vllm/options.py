@@ -29,7 +29,6 @@ class VLLMOptions(EngineOptions, frozen=True, kw_only=True):
     bootstrap_port  the port of prefill agents, where a router of the bootstrap style names none
     scales       what to do with rows under other scales than ours: "requantize" them to ours, or "adopt" theirs. The
                  latter works until a request was computed or received here; after that rows under others are refused
-    return_s     how long the KV of an answer is kept for the engine that prefills the conversation's next turn; 0: not
     cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none); from 0.29 on
                  VLLM_KV_CACHE_LAYOUT=BLHNC does that
     """
@@ -41,7 +40,6 @@ class VLLMOptions(EngineOptions, frozen=True, kw_only=True):
     untagged_params: Flag = True
     bootstrap_port: Annotated[int, Meta(ge=1, le=65535, description="a port in [1, 65535]")] = 7700
     scales: Literal["requantize", "adopt"] = "requantize"
-    return_s: Annotated[float, Meta(ge=0, le=86400, description="a number of seconds in [0, 86400]")] = 0.0
     cross_layer: Flag = False
 
     @classmethod

@@ -40,7 +40,7 @@ from vllm.v1.request import RequestStatus
 from ...errors import EngineError
 from ...oneline import OneLine, shown
 from ..engine.conversation import COMPUTING_S, numbers
-from ..engine.kept import KeptPrefixes
+from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
@@ -98,8 +98,6 @@ GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and 
 ROLL_CALL_S = 1.0  # how long a request waits for a new report
 # An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
 KEPT_KNOWN_S = 0.005
-KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than computing it
-KEPT_SHARE = 0.5  # of the blocks: if more hold kept answers, the oldest are released
 SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.

@@ -23,6 +23,7 @@ from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
 from kvbridge.adapters.sglang.rooms import Rooms
 from kvbridge.adapters.sglang.servers import Questions
+from kvbridge.adapters.sglang.turns import EarlierTurns
 
 pytestmark = pytest.mark.sglang
 
@@ -105,6 +106,7 @@ def manager(role: str) -> Any:
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
     made.owners, made._look_at = {}, 0.0
+    made.turns, made.answers = EarlierTurns(made), None
     made._weights, made.next_weights, made.weights_changes = "default", "", 0
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}

@@ -37,7 +37,8 @@ CLASSES = [
     if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("CommonKV") for base in node.bases)
 ]
 MANAGER = f"{HERE}.manager.KVBridgeManager"
-OF_MANAGER = {"scores", "options", "owners", "queue", "rooms", "talk", "weights_changes", "gives_up_at_once"}  # our own
+OF_MANAGER = {"scores", "options", "owners", "queue", "rooms", "talk", "turns"}  # our own
+OF_MANAGER |= {"weights_changes", "gives_up_at_once"}
 # What else we read: of objects that SGLang hands us, and what we set for SGLang to read.
 READ = {
     "sglang.srt.disaggregation.common.conn.CommonKVManager": "enable_deferred_decode_kv_release _kv_replica_factor",
@@ -55,7 +56,9 @@ READ = {
     ),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue": (
         "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager transfer_queue "
-        "_ensure_last_attempt_time _ensure_retry_interval"
+        "_ensure_last_attempt_time _ensure_retry_interval tree_cache queue retracted_queue "
+        "_prealloc_required_tokens _allocatable_token_budgets _required_alloc_tokens _pre_alloc_fill_len "
+        "_required_admission_tokens"
     ),
     "sglang.srt.disaggregation.decode.DecodeTransferQueue": "enable_deferred_kv_release deferred_kv_release_timeout",
     "sglang.srt.mem_cache.memory_pool.KVCache": "page_size dtype layer_num start_layer device",
@@ -69,7 +72,16 @@ READ = {
     ),
     "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator": "page_size translate_swa_indices_for_transfer",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "req_to_token",
-    "sglang.srt.managers.schedule_batch.ReqKvInfo": "req_pool_idx",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": (
+        "req_to_token_pool token_to_kv_pool_allocator page_size match_prefix path_device_indices insert lock unlock "
+        "evictable_size supports_prefix_sharing checkpoint"
+    ),
+    "sglang.srt.mem_cache.base_prefix_cache.MatchResult": "device_prefix_len last_device_node host_hit_length",
+    "sglang.srt.mem_cache.base_prefix_cache.InsertParams": "key value prev_prefix_len",
+    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator": "size available_size alloc free",
+    "sglang.srt.disaggregation.decode.DecodeRequest": "req waiting_for_input",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": "reqs tree_cache",
+    "sglang.srt.managers.schedule_batch.ReqKvInfo": "req_pool_idx cache_protected_len",
     "sglang.srt.layers.radix_attention.RadixAttention": (
         "layer_id k_scale v_scale k_scale_float v_scale_float sliding_window_size"
     ),
@@ -87,7 +99,8 @@ READ = {
         "_sched_idled model_config tp_worker server_args weight_updater disagg_prefill_bootstrap_queue "
         "disagg_decode_prealloc_queue disagg_prefill_inflight_queue process_disagg_prefill_inflight_queue "
         "sliding_window_size token_to_kv_pool_allocator req_to_token_pool "
-        "_engine_paused attn_tp_cpu_group flush_wrapper"
+        "_engine_paused attn_tp_cpu_group flush_wrapper tree_cache enable_hisparse enable_hierarchical_cache "
+        "running_batch decode_offload_manager"
     ),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
         "scheduler _session offload_tags is_fully_idle tp_cpu_group"
@@ -101,7 +114,7 @@ READ = {
     "sglang.srt.managers.schedule_batch.Req": (
         "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds positional_embed_overrides "
         "token_type_ids multimodal_inputs disagg_kv_sender sampling_params return_logprob logprob return_sampling_mask "
-        "kv bootstrap_room"
+        "kv bootstrap_room rid finished finished_reason beam_group last_node _compute_max_prefix_len"
     ),
     "sglang.srt.arg_groups.fields.disagg.Disagg": (
         "disaggregation_transfer_backend disaggregation_decode_enable_radix_cache"
@@ -201,7 +214,7 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     assert choices.count(building.NAME) == 1
     assert backends(building.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
     assert backends(building.NAME) in list(backends) and backends(building.NAME) != backends.NIXL
-    assert len(hooked) == 26
+    assert len(hooked) == 31
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]

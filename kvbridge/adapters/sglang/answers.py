@@ -1,0 +1,199 @@
+"""Answers whose KV an SGLang decode server keeps for the next turn of their conversation, and what holds their pages.
+
+With a prefix cache on the decode side (`--disaggregation-decode-enable-radix-cache`) it has the answer's pages, and we
+lock them there. Without one we leave the whole pages of a request that is over allocated, and free them ourselves.
+They are given back when the agent has let go of them; under pressure at once, when no read of them counts any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.engine import Offer
+
+from ..engine.kept import KEPT_SHARE
+from ..engine.names import UNNAMED
+from ..engine.prompts import short, traceparent
+from . import foreign
+
+ANSWERS = "kvbridge_answers"  # our attribute of the decode side's prefix cache, which our hooks find everywhere
+CHANGES = "kvbridge_weights_changes"  # of a request: how often the weights had changed when its prompt was fetched
+TREE = "UnifiedRadixCache"
+NEEDED = "its engine needs the memory"
+DECODER = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin"
+
+
+def hooks() -> dict[str, Callable[..., Any]]:
+    return {
+        f"sglang.srt.mem_cache.unified_radix_cache.{TREE}.checkpoint": _checkpoint,
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem": _check_decode_mem,
+        "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool": _count,
+        f"{DECODER}.process_decode_queue": _process_decode_queue,
+    }
+
+
+def why_none(queue: Any, groups: tuple[Any, ...], ranks: int) -> str:
+    """Why answers of this server are not kept, and prompts do not continue with what others keep. "" if they do."""
+    scheduler = queue.scheduler
+    tree = type(scheduler.tree_cache).__name__
+    if ranks > 1:  # all must have equally many free pages at any time, or they would admit different requests
+        return f"the server has {ranks} ranks, must be 1"
+    if tree != TREE:
+        return f"the prefix cache is {tree}, must be {TREE}"
+    if scheduler.enable_hisparse or scheduler.enable_hierarchical_cache:
+        return "KV goes to host memory (--enable-hisparse, --enable-hierarchical-cache)"
+    if getattr(scheduler, "decode_offload_manager", None) is not None:
+        return "KV goes to host memory (--disaggregation-decode-enable-offload-kvcache)"
+    if len(groups) != 1 or groups[0].kind != "full":
+        return "layers keep windows, states or other rows than those of all tokens"
+    return "a draft model has rows of its own" if queue.draft_token_to_kv_pool is not None else ""
+
+
+@dataclass(slots=True)
+class KeptPages:
+    """`tokens`: so many of the pool's. `free` gives them back; without a prefix cache nothing else has them."""
+
+    tokens: int
+    free: Callable[[], None]
+    is_withdrawn: bool = False
+
+
+class AnswerPages:
+    """All of this server, oldest first. Used on the scheduler's thread."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._queue = manager.queue
+        self._held: dict[int, KeptPages] = {}  # by the number of the offer
+        self._names = count(1)
+
+    @property
+    def unseen_tokens(self) -> int:
+        """Of the pool: those that SGLang finds neither free nor in its prefix cache."""
+        is_seen = self._queue.tree_cache.supports_prefix_sharing()
+        return 0 if is_seen else sum(each.tokens for each in self._held.values())
+
+    def keep(self, req: Any, committed: int) -> None:
+        """Offer the KV of a request that is over, if it is an answer: of the first `committed` tokens, with their last.
+
+        Called after the prefix cache has got them, and before SGLang frees what that does not have.
+        """
+        manager, talk, tree = self._manager, self._manager.talk, self._queue.tree_cache
+        if talk is None or manager.weights == UNNAMED or getattr(req, CHANGES, None) != manager.weights_changes:
+            return
+        page, has_tree = tree.page_size, tree.supports_prefix_sharing()
+        whole = int(req.kv.cache_protected_len) if has_tree else committed - committed % page
+        tokens = min(whole, len(req.origin_input_ids) + len(req.output_ids) - 1)
+        found = manager.prefixes(req, tokens)
+        most_pages = int(KEPT_SHARE * self._queue.token_to_kv_pool_allocator.size) // page
+        if not found or whole // page > most_pages:
+            return
+        slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :whole].to(torch.int64, copy=True)
+        if has_tree:
+            free = partial(tree.unlock, tree.lock(req.last_node))
+        else:
+            free = partial(self._queue.token_to_kv_pool_allocator.free, slots)
+            req.kv.cache_protected_len = whole  # SGLang frees what comes after
+        number = talk.new_number()
+        self._held[number] = KeptPages(whole, free)
+        talk.offer(
+            Offer(
+                number=number,
+                rendezvous=f"kept-{manager.engine_id}-{next(self._names)}",
+                request=short(req.rid),
+                tokens=tokens,
+                blocks=(Blocks(0, 0, tuple((slots[:tokens:page] // page).tolist())),),
+                is_last=True,
+                hold_s=manager.options.return_s,
+                prefixes=found,
+                most_kept=most_pages,
+                traceparent=traceparent(foreign.custom_params(req)),
+            )
+        )
+
+    def turn(self) -> None:
+        """Free what nobody reads any more, and withdraw what requests need that wait for pages."""
+        if not self._held or (talk := self._manager.talk) is None:
+            return
+        self._manager.look()
+        for number in [number for number in self._held if not talk.is_open(number)]:
+            self._held.pop(number).free()
+        if not self._held or (short_of := self._short_of()) <= 0:
+            return
+        for number, answer in self._held.items():  # the oldest, until as many are free or will be
+            if short_of > 0 and not answer.is_withdrawn:
+                answer.is_withdrawn = True
+                talk.withdraw(number, NEEDED)
+            short_of -= answer.tokens
+
+    def give_back_oldest(self) -> bool:
+        """At once: no read of it counts any more. False if nothing is kept."""
+        if (number := next(iter(self._held), None)) is None:
+            return False
+        self._give_back([number])
+        return True
+
+    def give_back_all(self) -> None:
+        """The same of all, before their memory is cleared."""
+        self._give_back(list(self._held))
+
+    def _give_back(self, numbers: list[int]) -> None:
+        if (talk := self._manager.talk) is not None:
+            for number in numbers:
+                talk.withdraw(number, NEEDED)
+            talk.wait_for_readers([number for number in numbers if talk.is_open(number)])
+        for number in numbers:
+            self._held.pop(number).free()
+
+    def _short_of(self) -> int:
+        """How many tokens' pages the next request lacks that waits for some. As `pop_preallocated` counts."""
+        queue = self._queue
+        running = queue.scheduler.running_batch.reqs
+        retractable = sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
+        if retracted := queue.retracted_queue:
+            needed = queue._prealloc_required_tokens(retracted[0])[0]
+            return int(needed - queue._allocatable_token_budgets(count_retracted=False))
+        if (waiting := next((each for each in queue.queue if each.waiting_for_input), None)) is None:
+            return 0
+        fill = queue._required_alloc_tokens(fill_len=queue._pre_alloc_fill_len(waiting.req), prefix_len=0)
+        needed = queue._required_admission_tokens(waiting.req, fill, 0, retractable)
+        return int(needed - queue._allocatable_token_budgets(retractable_tokens=retractable, count_retracted=True))
+
+
+def _checkpoint(original: Callable[..., Any], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    """SGLang calls this for a request that is over just before it frees its pages."""
+    original(tree, req, up_to=up_to, **kwargs)
+    answers: AnswerPages | None = getattr(tree, ANSWERS, None)
+    if answers is None or not req.finished() or req.beam_group is not None:
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if not isinstance(req.finished_reason, FINISH_ABORT):
+        answers.keep(req, up_to)
+
+
+def _check_decode_mem(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before SGLang retracts a request for want of pages, what is kept is given back."""
+    answers: AnswerPages | None = getattr(batch.tree_cache, ANSWERS, None)
+    while not (fits := original(batch, *args, **kwargs)) and answers is not None and answers.give_back_oldest():
+        pass
+    return fits
+
+
+def _count(original: Callable[..., Any], checker: Any, stats: Any, uncached: int = 0) -> Any:
+    """SGLang would take the pages for lost."""
+    answers: AnswerPages | None = getattr(checker.tree_cache, ANSWERS, None)
+    return original(checker, stats, uncached + (0 if answers is None else answers.unseen_tokens))
+
+
+def _process_decode_queue(original: Callable[..., Any], scheduler: Any) -> Any:
+    answer = original(scheduler)
+    if (answers := getattr(scheduler.tree_cache, ANSWERS, None)) is not None:
+        answers.turn()
+    return answer
