@@ -13,7 +13,7 @@ from ..exchange.orders import Sent, StageReached
 from .record import Role
 
 MOST_OPEN = 4096  # transfers that have still to be carried; the oldest go first: some of them failed
-MOST_RECEIVERS = 1024  # those that came first go first
+MOST_RECEIVERS = 1024  # those that have got nothing for longest go first
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Rates:
 
     def _end(self, known: _UnderWay, seconds: float) -> None:
         self._observe(seconds)
-        total = self._totals.setdefault(known.receiver, Total())
+        total = self._totals[known.receiver] = self._totals.pop(known.receiver, Total())  # the latest last
         total.transfers += 1
         total.size_bytes += known.size_bytes
         total.seconds += seconds

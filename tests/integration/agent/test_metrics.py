@@ -208,10 +208,11 @@ def test_of_transfers_that_are_never_carried_only_so_many_are_kept() -> None:
 
 def test_of_receivers_only_so_many_are_kept_and_each_has_its_own_total() -> None:
     rates = Rates([].append)
-    for number in range(MOST_RECEIVERS + 3):
+    for number in [*range(MOST_RECEIVERS), 0, *range(MOST_RECEIVERS, MOST_RECEIVERS + 3)]:
         rates.see(Met("t", f"D{number}", 1, 1, 10), "sender", 0.5)
         rates.see(StageReached("t", "computed", 1.0, 1), "sender", 1.0)
         rates.see(Sent("t"), "receiver", 1.5)
         rates.see(Sent("t"), "sender", 2.0)
     assert len(rates._totals) == MOST_RECEIVERS
-    assert rates.to("D2") == Total() and rates.to("D3") == rates.to(f"D{MOST_RECEIVERS + 2}") == Total(1, 10, 1.0)
+    assert [rates.to(f"D{number}").transfers for number in (0, 1, 3, 4, MOST_RECEIVERS + 2)] == [2, 0, 0, 1, 1]
+    assert rates.to("D0") == Total(2, 20, 2.0)
