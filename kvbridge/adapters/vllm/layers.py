@@ -119,11 +119,14 @@ class KVLayer:
 def members_of(
     kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, shard: Shard
 ) -> list[KVLayer]:
-    """The layers, in the order of the groups that travel. Raises OperatorError naming what we do not know."""
+    """The layers, in the order of the groups that travel. Raises OperatorError naming what we do not know.
+
+    A kind that we do not know, of whatever layer, is named before what another layer's lacks.
+    """
     layers = config.compilation_config.static_forward_context
     parallel = config.parallel_config
     rank = tp_rank_of(parallel, shard)
-    found = []
+    owners, found = [], []
     for index, group in enumerate(transfer_groups(cache)):
         for name in group.layer_names:
             attention = layers[name]
@@ -132,18 +135,20 @@ def members_of(
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
             _check(name, spec, attention, shard, pcp_size(parallel))
-            tensor = kv_caches[name]
-            if not isinstance(tensor, torch.Tensor):
-                raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
-            is_latent = type(spec).__name__ in LATENTS
-            state = state_of(name, spec, attention) if kind_of(spec) == "state" else None
-            said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
-            rope = _rope(attention, config) if is_latent else 0
-            held = WHOLE if is_latent or state else _heads(name, spec, config, *rank)
-            of_draft = is_draft(name, spec, config)
-            tokens = _open_tokens(name, spec, layers) if is_ring(spec) else 0
-            of_vllm = name, -1, index, tensor, spec, attention
-            found.append(KVLayer(*of_vllm, held, said, rope, of_draft, state=state, open_tokens=tokens))
+            owners.append((name, index, spec, attention))
+    for name, index, spec, attention in owners:
+        tensor = kv_caches[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
+        is_latent = type(spec).__name__ in LATENTS
+        state = state_of(name, spec, attention) if kind_of(spec) == "state" else None
+        said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
+        rope = _rope(attention, config) if is_latent else 0
+        held = WHOLE if is_latent or state else _heads(name, spec, config, *rank)
+        of_draft = is_draft(name, spec, config)
+        tokens = _open_tokens(name, spec, layers) if is_ring(spec) else 0
+        of_vllm = name, -1, index, tensor, spec, attention
+        found.append(KVLayer(*of_vllm, held, said, rope, of_draft, state=state, open_tokens=tokens))
     return _numbered(found, config)
 
 
