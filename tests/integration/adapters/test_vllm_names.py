@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Abandon, NoOffer, Offer, Want
+from kvbridge_proto.engine import Abandon, Done, NoOffer, Offer, Want
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -252,6 +252,9 @@ def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: Wor
     assert not agent.take(Abandon), "the other takes what comes"
     assert not agent.take(Want), "a decline would take the offer away from the other"
     assert again.request_id in world.scheduler.requests
+    agent.say(Done(number=first.number, request="r", moved_bytes=1, seconds=0.1))
+    world.finish()
+    assert not [each for each in agent.take(Want) if each.end_token], "nothing comes a second time"
 
 
 @pytest.mark.proves("G11")
