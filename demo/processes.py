@@ -6,14 +6,9 @@ import random
 import socket
 from contextlib import closing, suppress
 
-# The environment of real engines. Without the first two, steps stall for 200 ms at random on a two-core machine.
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from kvbridge.loopback.servers import ONE_THREAD
+
+SETTINGS = ONE_THREAD | {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}  # the environment of real engines
 
 
 def free_port() -> int:

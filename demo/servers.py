@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbridge.adapters.vllm.on_cpu import SETTINGS as VLLM_SETTINGS
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from kvbridge.loopback.processes import AgentProcess, agents
 from kvbridge.loopback.servers import vllm_transfer
 from testing.http_server import HttpServer
@@ -23,7 +23,6 @@ from .pythonpath import of_checkout
 
 START_S = 600.0  # start-up of an engine that shares two busy cores with five others
 MOST_TOKENS = 1 << 14  # room for KV in each engine
-VLLM_SERVER = VLLM_SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 

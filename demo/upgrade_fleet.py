@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from kvbridge.errors import OperatorError
 from kvbridge.loopback.processes import AgentProcess, end
 from testing.http_server import HttpServer
 
 from .processes import SETTINGS, free_port
 from .pythonpath import ROOT, of_demo_alone
-from .servers import VLLM_SERVER, vllm_flags
+from .servers import vllm_flags
 
 START_S = 400.0  # start-up of an engine that shares two busy cores with three others and their clients
 STEP_S = 60.0  # for anything else that we wait for

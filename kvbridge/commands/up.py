@@ -18,24 +18,17 @@ from pathlib import Path
 
 from kvbridge_proto.status import Status
 
-from ..adapters.vllm.on_cpu import SETTINGS
+from ..adapters.vllm.on_cpu import VLLM_SERVER
 from ..config import visible_gpus
 from ..errors import OperatorError
 from ..local_agents import ask
 from ..loopback.processes import AgentProcess, end, tail
-from ..loopback.servers import ServerProcess, python_with, vllm_transfer
+from ..loopback.servers import ONE_THREAD, ServerProcess, python_with, vllm_transfer
 from ..proxy.server import read_listen
 
 REST_S = 0.5  # between looks at what is not ready yet, and at what was carried
 STOP_S = 15.0  # for an engine to end
 LOCAL = "127.0.0.1"
-# Threads that wait for each other spin, so an engine gets one.
-ON_CPU = SETTINGS | {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ class PlannedEngine:
     def environment(self, visible: Sequence[str]) -> dict[str, str]:
         """`visible` are the GPUs that we see, by the names that CUDA_VISIBLE_DEVICES gives them."""
         if "cpu" in self.devices:
-            return ON_CPU
+            return ONE_THREAD | VLLM_SERVER
         numbers = [int(each.removeprefix("cuda:")) for each in self.devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers)}
 

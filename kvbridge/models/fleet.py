@@ -101,10 +101,15 @@ def step_s(goal: FleetGoal, kv: FleetKV, ranks: int, sequences: int) -> float:
     return max(read / (memory_rate * goal.decode_efficiency), computed / (flops * goal.prefill_efficiency)) / ranks
 
 
+def room_for_kv(goal: FleetGoal, ranks: int) -> float:
+    """Bytes that weights leave of an engine's memory; below 0 if they do not fit."""
+    _, _, memory = filled(goal)
+    return ranks * memory * goal.memory_share - goal.parameters * goal.parameter_bytes
+
+
 def sequences(goal: FleetGoal, kv: FleetKV, ranks: int) -> int:
     """How many whole sequences one engine decodes at once: by memory, `most_sequences` and `step_s`; 0 if none fits."""
-    _, _, memory = filled(goal)
-    room = ranks * memory * goal.memory_share - goal.parameters * goal.parameter_bytes
+    room = room_for_kv(goal, ranks)
     most = min(goal.most_sequences, int(room // kv.sequence)) if room > 0 else 0
     return bisect_right(range(1, most + 1), goal.step_s, key=lambda count: step_s(goal, kv, ranks, count))
 
@@ -112,9 +117,7 @@ def sequences(goal: FleetGoal, kv: FleetKV, ranks: int) -> int:
 def plan_fleet(goal: FleetGoal, kv: FleetKV, prefill_ranks: int, decode_ranks: int) -> FleetPlan:
     """The split of the GPUs that serves most: the slower side decides. Raises OperatorError (`fleet_too_small`)."""
     each_s, count = prefill_s(goal, prefill_ranks), sequences(goal, kv, decode_ranks)
-    _, _, memory = filled(goal)
-    room = prefill_ranks * memory * goal.memory_share - goal.parameters * goal.parameter_bytes
-    if room < kv.prompt:
+    if room_for_kv(goal, prefill_ranks) < kv.prompt:
         raise OperatorError("fleet_too_small", f"prefill: {prefill_ranks} GPUs do not hold the weights and one prompt")
     if not count:
         raise OperatorError(

@@ -58,7 +58,7 @@ class Fetches:
     def find(self, want: Want, before: Fetch | None) -> Fetch | None:
         """The fetch of the same rows that is under way. None if this request has shared another one `before`."""
         fetch = self._of_prompt.get((want.sender, want.rendezvous))
-        if fetch is None or before not in (None, fetch) or not (self.is_needed(fetch) or not fetch.is_over):
+        if fetch is None or before not in (None, fetch) or self._is_used_up(fetch):
             return None
         return fetch
 
@@ -116,6 +116,7 @@ class Fetches:
 
     def forget_used(self) -> None:
         """Once a step: forget those whose requests run."""
-        self._of_prompt = {
-            key: fetch for key, fetch in self._of_prompt.items() if not fetch.is_over or self.is_needed(fetch)
-        }
+        self._of_prompt = {key: fetch for key, fetch in self._of_prompt.items() if not self._is_used_up(fetch)}
+
+    def _is_used_up(self, fetch: Fetch) -> bool:
+        return fetch.is_over and not self.is_needed(fetch)

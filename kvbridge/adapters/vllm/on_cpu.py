@@ -15,6 +15,7 @@ from importlib import metadata
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18  # Linux: asm/prctl.h, Documentation/arch/x86/xstate.rst
 MAINS = ("__main__", "__mp_main__")  # a spawned process runs its parent's main module under the second name
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # environment
+VLLM_SERVER = SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of several engines on one machine
 
 
 def ask_for_tiles(machine: str = "", syscall: Callable[..., int] | None = None) -> bool:

@@ -156,9 +156,8 @@ class WorkerSide:
         self._pages = None
         if clears_last_blocks(self._cache):
             tables = GroupTables.of(self._cache, self._config.parallel_config)
-            self._last_blocks = LastBlocks.of(
-                memory, BlockPages.of(memory), [group.block_tokens for group in tables.groups]
-            )
+            self._pages = BlockPages.of(memory)
+            self._last_blocks = LastBlocks.of(memory, self._pages, [group.block_tokens for group in tables.groups])
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(
             path,

@@ -22,7 +22,8 @@ import pytest
 from demo.model import LAYERS, prompt, write_tokenizer
 from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
-from demo.servers import VLLM_SERVER, vllm_flags
+from demo.servers import vllm_flags
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from testing.agents import agent
 from testing.http_server import HttpServer
 from testing.waiting import wait_for

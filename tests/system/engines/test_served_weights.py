@@ -18,7 +18,7 @@ import pytest
 
 from demo.model import write_model, write_tokenizer
 from demo.processes import SETTINGS, free_port
-from demo.servers import VLLM_SERVER
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from testing.agents import AgentProcess, agent
 from testing.http_server import HttpServer
 from testing.waiting import wait_for

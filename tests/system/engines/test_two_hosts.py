@@ -19,7 +19,8 @@ import pytest
 
 from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
-from demo.servers import VLLM_SERVER, vllm_flags
+from demo.servers import vllm_flags
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from kvbridge.transport.keys import write_pair
 from testing.hosts import DEVICE, Host, two_hosts, why_not
 from testing.http_server import HttpServer

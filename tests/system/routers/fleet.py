@@ -15,7 +15,7 @@ from typing import Any
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
 from demo.processes import SETTINGS as PROCESS_SETTINGS
 from demo.processes import free_port
-from demo.servers import VLLM_SERVER
+from kvbridge.adapters.vllm.on_cpu import VLLM_SERVER
 from testing.agents import PYTHON, AgentProcess, agent
 from testing.http_server import START_S, HttpServer
 from tests.system.sglang import fleet as sglang
