@@ -412,6 +412,13 @@ def release(
         release_all(socket or [])
 
 
+GOAL = typer.Option(
+    metavar="GOAL",
+    help="With --model: how many engines of each role are needed. GOAL is NAME=VALUE with commas between: gpus, rate, "
+    "prompt_tokens, answer_tokens, parameters, and what else shall differ: gpu, and each assumption that is printed.",
+)
+
+
 def plan(
     sender: Annotated[
         str,
@@ -439,15 +446,7 @@ def plan(
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
-    fleet: Annotated[
-        str,
-        typer.Option(
-            metavar="GOAL",
-            help="With --model: how many engines of each role are needed. GOAL is NAME=VALUE with commas between: "
-            "gpus, rate, prompt_tokens, answer_tokens, parameters, and what else shall differ: gpu, and each "
-            "assumption that is printed.",
-        ),
-    ] = "",
+    fleet: Annotated[str, GOAL] = "",
     as_json: AsJSON = False,
 ) -> None:
     """Say whether two pools fit, why not, and what would move.

@@ -78,6 +78,11 @@ class GroupTables:
         return any(group.kind == "state" for group in self.groups)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all layers keep the rows of all tokens, and nothing else."""
+        return not (self.has_windows or self.has_states)
+
+    @property
     def is_uncleared(self) -> bool:
         return any(group.is_uncleared for group in self.groups)
 

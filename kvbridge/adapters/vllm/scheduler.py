@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -255,7 +256,7 @@ class SchedulerSide:
         """Whether some layers keep the rows of the last tokens only, and vLLM's prefix cache has them."""
         return any(each.kind not in ("full", "state") and not each.is_never_cached for each in self._tables.groups)
 
-    @property
+    @cached_property
     def has_unequal_rows(self) -> bool:
         """Whether vLLM's prefix cache looks for rows of all tokens by several specs: it may have more of the first's.
 
@@ -564,8 +565,8 @@ class SchedulerSide:
             count = min(count, receiving.kept_tokens - computed) if is_there else 0
             return (count, True) if count >= PREFIX_TOKENS else (0, False)
         if (fetch := self._fetches.find(receiving.want, receiving.shared)) is not None:
-            receiving.shared, is_whole = fetch, not (self._tables.has_windows or self._tables.has_states)
-            can_join = is_whole and count > 0 and not fetch.is_over and computed >= fetch.want.first_token
+            receiving.shared, is_open = fetch, not fetch.is_over and computed >= fetch.want.first_token
+            can_join = is_open and count > 0 and self._tables.keeps_all
             if self._fetches.is_needed(fetch) and (self._caches_prefixes or not can_join):
                 fetch.waiting.add(request.request_id)
                 return None, False
@@ -693,8 +694,7 @@ class SchedulerSide:
         was_wanted = isinstance(params, dict) and "do_remote_prefill" in params and not params.get("do_remote_decode")
         if not (self._options.return_s and (was_wanted or self._wants_all) and request.status in PREFILLED):
             return 0
-        is_full = not (self._tables.has_windows or self._tables.has_states)
-        if not (is_full and self._has_agents and self._weights != UNNAMED) or self._is_paused:
+        if not (self._tables.keeps_all and self._has_agents and self._weights != UNNAMED) or self._is_paused:
             return 0
         tokens = request.num_tokens - self._last_tokens
         found, most_blocks = prefixes(request, tokens), self.held.most(KEPT_SHARE)
