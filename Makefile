@@ -79,7 +79,9 @@ lint: $(AGENT)
 check: lint
 	.venv/bin/python -m pytest $(UNMARKED) -k "golden or fresh" tests/unit/proto tests/unit/test_matrix.py tests/unit/test_config.py tests/system
 
-# Six at a time, on two cores: most wait for processes. What looks at the clock comes apart from what computes.
+# Six at a time, on two cores: most wait for processes. Who has done its part takes half of what another has left;
+# otherwise one of six gets all tests of agents at the start, as they are neighbours, and the others wait for it. What
+# looks at the clock comes apart from what computes.
 ALONE = tests/system/faults tests/system/test_demo.py
 # What takes longest is printed, so that CI shows what to shorten.
 SLOWEST = --durations=10 --durations-min=1
@@ -87,7 +89,7 @@ UNMARKED = -m "not vllm and not sglang and not cross and not routers and not ins
 
 unit: $(AGENT)
 	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA) $(TRITON) $(HELM)
-	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 6 tests $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 6 --dist worksteal tests $(ALONE:%=--ignore=%)
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 4 $(ALONE)
 
 # Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.

@@ -25,7 +25,7 @@ from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
 from demo.processes import free_port
 from kvbridge.failpoints import VARIABLE
-from testing.agents import START_S, AgentProcess, Client, OracleEngine, agent
+from testing.agents import START_S, Client, OracleEngine, agent
 from testing.nursery import Child, nursery
 from testing.oracle import Shape, build
 from testing.serving import Answers, listening
@@ -122,7 +122,6 @@ class Server:
         said = {"global": intervals, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
         config.write_text(yaml.safe_dump(said))
         self._folder = folder
-        self.agents: list[AgentProcess] = []  # that it scrapes
         self._log = (folder / "prometheus.log").open("wb")
         command = [program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         self._process = subprocess.Popen(
@@ -186,15 +185,15 @@ def goes_wrong(sender: OracleEngine, receiver: OracleEngine) -> None:
         assert isinstance(other.attach(), Refused), "an agent has one engine"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It has seen two agents carry some requests by slots, and whatever else they count."""
+@contextmanager
+def fleet(folder: Path) -> Iterator[tuple[Server, OracleEngine, OracleEngine, str]]:
+    """It scrapes the agents of a sender and a receiver, and the proxy at this address."""
     program("prometheus")
-    folder, ports = tmp_path_factory.mktemp("prometheus"), [free_port() for _ in range(2)]
+    ports = [free_port() for _ in range(2)]
     with ExitStack() as stack:
         collector = stack.enter_context(closing(Collector()))
         options: dict[str, Any] = {"routes": "nixl,pull", "otlp_endpoint": collector.endpoint}
-        agents = list[AgentProcess]()
+        agents = []
         for name, port, failpoints in zip("pd", ports, ("", "sender.drained_sent=pause:0.1@1000"), strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(os.environ, VARIABLE, failpoints)
@@ -210,10 +209,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
         scraped += [of_kube_state_metrics(stack.enter_context(listening(KubeStateMetrics)))]
         server = stack.enter_context(closing(Server(folder, scraped)))
-        server.agents = agents
+        server.wait('count(up{job=~"kvbridge|kvbridge-proxy"} == 1) == 3')
+        yield server, sender, receiver, proxy
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It has seen two agents carry some requests by slots, and whatever else they count."""
+    with fleet(tmp_path_factory.mktemp("prometheus")) as (server, sender, receiver, proxy):
         carry(sender, receiver, "first")
         goes_wrong(sender, receiver)
-        server.wait('count(up{job=~"kvbridge|kvbridge-proxy"} == 1) == 3')
+        server.wait('kvbridge_wants_total{outcome="done"} >= 1')  # what follows comes with a later scrape
         for number in range(3):
             complete(proxy, "fine")
             complete(proxy, "fail")
@@ -271,12 +277,12 @@ def _named(legend: str, labels: dict[str, str]) -> str:
     return re.sub(r"{{(\w+)}}", lambda label: labels[label[1]], legend)
 
 
-@pytest.mark.parametrize(("title", "expr", "legend"), targets())
-def test_every_query_of_the_dashboard_has_something_to_show(server: Server, title: str, expr: str, legend: str) -> None:
-    found = server.query(expr.replace("$instance", ".*").replace("$proxy", ".*"))
-    assert found, "nothing to show"
-    names = [_named(legend, each["metric"]) for each in found]
-    assert len(names) == len(set(names)), f"lines that nobody can tell apart: {names}"
+def test_every_query_of_the_dashboard_has_something_to_show(server: Server) -> None:
+    for title, expr, legend in targets():
+        found = server.query(expr.replace("$instance", ".*").replace("$proxy", ".*"))
+        assert found, f"{title}: nothing to show: {expr}"
+        names = [_named(legend, each["metric"]) for each in found]
+        assert len(names) == len(set(names)), f"{title}: lines that nobody can tell apart: {names}"
 
 
 def test_the_variables_of_the_dashboard_find_the_agents(server: Server) -> None:
@@ -287,11 +293,11 @@ def test_the_variables_of_the_dashboard_find_the_agents(server: Server) -> None:
     assert not queries
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_every_alert_is_asked_whole_and_is_about_series_that_agents_have(server: Server, rule: dict[str, Any]) -> None:
-    server.query(rule["expr"])
-    for selector in selectors(parsed(rule["expr"])):
-        assert server.query(selector.prettify()), f"no agent has {selector.prettify()}"
+def test_every_alert_is_asked_whole_and_is_about_series_that_agents_have(server: Server) -> None:
+    for name, rule in RULES.items():
+        server.query(rule["expr"])
+        for selector in selectors(parsed(rule["expr"])):
+            assert server.query(selector.prettify()), f"{name}: no agent has {selector.prettify()}"
 
 
 def test_prometheus_takes_every_alert_and_those_fire_that_should(server: Server) -> None:
@@ -340,19 +346,21 @@ def test_metrics_keep_prometheus_rules(server: Server) -> None:
     assert "_created" not in text
 
 
-def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(server: Server) -> None:
-    """Last, since nothing is scraped after it. The labels are those of a real scrape, also of a pod's."""
-    assert {each["metric"]["job"] for each in server.query("up")} == {
-        "kvbridge",
-        "kvbridge-proxy",
-        "kube-state-metrics",
-    }
-    missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
-    assert server.query('kube_statefulset_replicas{statefulset="prefill"} == 1') and not server.query(missing)
-    KubeStateMetrics.replicas["prefill"] = 2  # one pod more is wanted, and nobody finds it
-    server.wait(missing)
-    for running in server.agents:
-        running.kill()
-    server.wait('count(ALERTS{alertname="KvbridgeAgentDown",alertstate="pending"}) == 2')
-    server.lose_targets()
-    server.wait('ALERTS{alertname="KvbridgeAgentsGone",alertstate="pending"}')
+def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(tmp_path: Path) -> None:
+    """The labels are those of a real scrape, also of a pod's."""
+    with fleet(tmp_path) as (server, sender, receiver, _):
+        assert {each["metric"]["job"] for each in server.query("up")} == {
+            "kvbridge",
+            "kvbridge-proxy",
+            "kube-state-metrics",
+        }
+        missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
+        server.wait('kube_statefulset_replicas{statefulset="prefill"} == 1')
+        assert not server.query(missing)
+        KubeStateMetrics.replicas["prefill"] = 2  # one pod more is wanted, and nobody finds it
+        server.wait(missing)
+        for engine in (sender, receiver):
+            engine.agent.kill()
+        server.wait('count(ALERTS{alertname="KvbridgeAgentDown",alertstate="pending"}) == 2')
+        server.lose_targets()
+        server.wait('ALERTS{alertname="KvbridgeAgentsGone",alertstate="pending"}')

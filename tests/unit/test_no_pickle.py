@@ -103,10 +103,10 @@ def _is_forbidden(name: str, is_imported: bool = True) -> bool:
 
 
 @pytest.mark.proves("T38")
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_of_ours_pickles_or_evaluates(path: Path) -> None:
-    allowed = ["numpy.load"] if path.name == "rows.py" else []  # the demo's; NumPy reads no pickles unless told to
-    assert list(findings(path.read_text())) == allowed
+def test_no_file_of_ours_pickles_or_evaluates() -> None:
+    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in FILES}
+    assert {name: names for name, names in found.items() if names} == {}
+    assert len(found) > 100 and "kvbridge/transport/fabric_nixl.py" in found
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,6 @@ def test_the_search_finds(text: str) -> None:
 )
 def test_the_search_finds_nothing_in(text: str) -> None:
     assert not list(findings(text))
-
-
-def test_the_search_looks_at_all_of_it() -> None:
-    assert len(FILES) > 100 and "kvbridge/transport/fabric_nixl.py" in {str(p.relative_to(ROOT)) for p in FILES}
 
 
 @pytest.mark.proves("T39")
