@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ...values import Value
-from .records import Heads
+from .codecs import plain_rows
+from .records import Heads, State
 from .scores import Scores
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
@@ -77,13 +78,14 @@ def plane_of(
     *,
     part: str,
     block_tokens: int,
-    name: str,
+    name: str = "",
     row_tokens: int = 1,
     token_axes: int = 1,
 ) -> Plane:
     """The plane of [B, H, N, W]. Several such blocks of N rows may make one of the block table; its region is 0.
 
-    N may be `token_axes` axes of the view, and W those behind them.
+    `name` is the engine's for the layer. N may be `token_axes` axes of the view, and W those behind them. Without any
+    a block is one row.
     """
     size = view.element_size()
     block, head, *inner = (stride * size for stride in view.stride())
@@ -97,13 +99,33 @@ def plane_of(
         group=group,
         offset=int(view.storage_offset()) * size,
         block_stride=block * split,
-        token_axis=(*([Step(split, block)] if split > 1 else []), *steps[:token_axes]),
+        token_axis=(*([Step(split, block)] if split > 1 else []), *steps[:token_axes]) or (Step(1, 0),),
         head_stride=head,
         element_axis=(*elements, Step(runs, last.stride * codec.element_bytes // size)),
         first_head=heads.first,
         heads=heads.count,
         total_heads=heads.total,
         codec=codec,
-        name=name[:256],
+        name=name[:256] or f"layer {layer} {part}",
         row_tokens=row_tokens,
     )
+
+
+def state_planes(
+    conv: torch.Tensor, own: torch.Tensor, state: State, rank: tuple[int, int], layer: int, group: int, name: str = ""
+) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """The planes of a layer's state on `rank` (its number, of how many), each with its view.
+
+    `conv` is [B, rows, channels], of which the state's rows come first, and `own` the state proper, [B, H, ...]. If the
+    state lacks one of them, that is not looked at.
+    """
+    at = 0
+    for part, heads, numbers in state.parts(*rank):
+        view = own
+        if part != "state":
+            channels = numbers // state.rows
+            piece = conv[:, : state.rows, at : at + heads.count * channels]
+            view = piece.unflatten(2, (heads.count, channels)).transpose(1, 2)
+            at += heads.count * channels
+        codec = plain_rows(CODEC_OF[view.dtype], numbers, view.element_size())
+        yield view, plane_of(view, codec, heads, layer, group, part=part, block_tokens=1, name=name, token_axes=0)

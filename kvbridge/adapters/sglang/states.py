@@ -13,16 +13,15 @@ if the model's own module drafts (MTP): it has rows of its own, and the model's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.pool import Codec, Group, Layer, Plane, Shard, Step
+from kvbridge_proto.pool import Group, Layer, Plane, Shard
 
 from ...errors import OperatorError
-from ..engine.memory import CODEC_OF
+from ..engine.memory import CODEC_OF, state_planes
 from ..engine.records import Heads, State
 from ..engine.unsupported import refusal
 from . import drafts
@@ -109,7 +108,11 @@ def found(queue: Any, shard: Shard) -> States | None:
     depth, both = int(queue.scheduler.model_config.hf_text_config.num_hidden_layers), attention(pool)
     # A state beside attention in one layer (Falcon-H1) has a number after the model's layers.
     numbers = [int(layer) + depth * (layer in both) for layer in states.mamba_layer_ids]
-    planes = [each for place, layer in enumerate(numbers) for each in _planes(states, place, layer, state, shard)]
+    rank, planes = (shard.tp_rank, shard.tp_size), []
+    for place, layer in enumerate(numbers):
+        conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place].flatten(2)
+        conv = conv if states.conv_slice_axis else conv.transpose(1, 2)  # KDA's is [slots, rows, channels] already
+        planes += state_planes(conv, own, state, rank, layer, STATE_GROUP)
     slots = states.mamba_cache.temporal.shape[1]
     group = Group(kind="state", block_tokens=int(queue.scheduler.req_to_token_pool.max_context_len), blocks=slots)
     return States(dict.fromkeys(numbers, state.record), group, planes)
@@ -147,42 +150,6 @@ def _check_shapes(states: Any, state: State, shard: Shard) -> None:
     dtypes = [conv.dtype, own.dtype]
     if shapes != expected or not all(dtype in CODEC_OF and dtype.itemsize > 1 for dtype in dtypes):
         raise OperatorError("shape_unknown", f"KV pool: states {shapes} of {dtypes}, expected {expected}")
-
-
-def _planes(states: Any, place: int, layer: int, state: State, shard: Shard) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """The planes of a layer. Its convolution is [slots, channels, rows], or for KDA [slots, rows, channels]."""
-    parts = state.parts(shard.tp_rank, shard.tp_size)
-    conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place].flatten(2)
-    conv = conv if states.conv_slice_axis else conv.transpose(1, 2)  # [slots, rows, channels]
-    at = 0
-    for part, held, each in parts[: len(state.conv)]:
-        channels = each // state.rows
-        piece = conv[:, :, at : at + held.count * channels].unflatten(2, (held.count, channels)).transpose(1, 2)
-        yield piece, _plane(piece, part, layer, held)
-        at += held.count * channels
-    for part, heads, _ in parts[len(state.conv) :]:
-        yield own, _plane(own, part, layer, heads)
-
-
-def _plane(view: torch.Tensor, part: str, layer: int, heads: Heads) -> Plane:
-    """The plane of [slots, heads, ...]: what is behind the heads are a row's numbers."""
-    size, width = view.element_size(), view[0, 0].numel()
-    slot, head, *steps = (stride * size for stride in view.stride())
-    return Plane(
-        layer=layer,
-        part=part,
-        group=STATE_GROUP,
-        offset=int(view.storage_offset()) * size,
-        block_stride=slot,
-        token_axis=(Step(1, 0),),
-        head_stride=head,
-        element_axis=tuple(Step(count, step) for count, step in zip(view.shape[2:], steps, strict=True)),
-        first_head=heads.first,
-        heads=heads.count,
-        total_heads=heads.total,
-        codec=Codec(name=CODEC_OF[view.dtype], width=width, element_bytes=size, row_bytes=width * size),
-        name=f"layer {layer} {part}",
-    )
 
 
 def slot(args: Any, state_indices: list[Any] | None) -> tuple[Blocks, ...]:

@@ -22,7 +22,7 @@ from .dtypes import cell_of, codec_of
 from .layers import KVLayer, is_never_cached, kind_of, members_of, model_of, tp_rank_of, window_of
 from .plugin import CONNECTOR_NAME
 from .shapes import views_of
-from .states import state_planes
+from .states import planes_of
 from .versions import check_groups, transfer_groups
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _planes(member: KVLayer, blocks: int, rank: tuple[int, int]) -> Iterable[Pla
     """The planes of one layer on `rank` (its number, of how many)."""
     if member.state is not None:
         at = member.layer, member.group
-        return state_planes(member.name, member.tensor, member.spec, member.state, at, blocks, rank)
+        return planes_of(member.name, member.tensor, member.spec, member.state, at, blocks, rank)
     if member.quant_mode == "NVFP4":
         return nvfp4.planes(member, blocks)
     cell, tokens, row_tokens = cell_of(member), int(member.spec.block_size), member.row_tokens

@@ -13,11 +13,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, Plane, Step
+from kvbridge_proto.pool import Plane
 
 from ...errors import OperatorError
-from ..engine.memory import CODEC_OF
-from ..engine.records import Heads, State
+from ..engine.memory import CODEC_OF, state_planes
+from ..engine.records import State
 from ..engine.unsupported import refusal
 from .backends import backend_of, rows_of
 
@@ -81,32 +81,25 @@ def _fields(layer: Any, *names: str) -> list[int]:
         return []
 
 
-def state_planes(
+def planes_of(
     name: str, page: torch.Tensor, spec: Any, state: State, at: tuple[int, int], blocks: int, rank: tuple[int, int]
 ) -> list[Plane]:
     """The planes of a layer `at` (its number, its group) on `rank` (its number, of how many).
 
     `page` is [B, 1, 1, C] bytes. Raises OperatorError for another shape.
     """
-    parts = state.parts(*rank)
     _check_page(name, page, spec, state, blocks, rank)
-    planes, offset = [], int(page.storage_offset())
-    if state.conv:
-        (rows, channels), dtype = spec.shapes[0], spec.dtypes[0]
-        size, each_channels = dtype.itemsize, state.channels(*rank)
-        # VLLM_SSM_CONV_STATE_LAYOUT: rows of all channels (SD), or channels of all rows (DS)
-        row, channel = (channels * size, size) if channels == each_channels else (size, channels * size)
-        begin, offset = offset, offset + rows * channels * size
-        for part, held, width in parts[: len(state.conv)]:
-            count = width // state.rows
-            axis = Step(state.rows, row), Step(count, channel)
-            planes.append(_plane(name, page, part, at, held, dtype, axis, begin, count * channel))
-            begin += held.count * count * channel
-    for part, held, width in parts[len(state.conv) :]:
-        size, values = spec.dtypes[-1].itemsize, state.values
-        steps = [Step(values, size), Step(state.keys, values * size)] if state.is_turned else [Step(width, size)]
-        planes.append(_plane(name, page, part, at, held, spec.dtypes[-1], tuple(steps), offset, width * size))
-    return planes
+    held, end = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        held.append(page[:, 0, 0, begin:end].view(dtype).unflatten(1, tuple(shape)))
+    conv, own = held[0], held[-1]
+    if conv.shape[2] != state.channels(*rank):  # VLLM_SSM_CONV_STATE_LAYOUT DS: channels of all rows
+        conv = conv.transpose(1, 2)
+    if state.heads:
+        own = own.flatten(1).unflatten(1, (state.parts(*rank)[-1][1].count, -1))
+        own = own.unflatten(2, (state.keys, state.values)).transpose(2, 3) if state.is_turned else own
+    return [plane for _, plane in state_planes(conv, own, state, rank, *at, name)]
 
 
 def _check_page(name: str, page: torch.Tensor, spec: Any, state: State, blocks: int, rank: tuple[int, int]) -> None:
@@ -130,32 +123,3 @@ def _check_page(name: str, page: torch.Tensor, spec: Any, state: State, blocks: 
             f"{name}: state {tuple(page.shape)} with strides {tuple(page.stride())} of {page.element_size()}-byte "
             f"elements for {shapes} of {dtypes}, expected [{blocks}, 1, 1, {whole}] bytes: {', then '.join(expected)}",
         )
-
-
-def _plane(
-    name: str,
-    page: torch.Tensor,
-    part: str,
-    at: tuple[int, int],
-    heads: Heads,
-    dtype: torch.dtype,
-    axis: tuple[Step, ...],
-    offset: int,
-    head_stride: int,
-) -> Plane:
-    width, size = prod(step.count for step in axis), dtype.itemsize
-    return Plane(
-        layer=at[0],
-        part=part,
-        group=at[1],
-        offset=offset,
-        block_stride=page.stride(0),
-        token_axis=(Step(1, 0),),
-        head_stride=head_stride,
-        element_axis=axis,
-        first_head=heads.first,
-        heads=heads.count,
-        total_heads=heads.total,
-        codec=Codec(name=CODEC_OF[dtype], width=width, element_bytes=size, row_bytes=width * size),
-        name=name[:256],
-    )

@@ -26,7 +26,7 @@ from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.records import State
 from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.adapters.sglang.states import copy_prefix, slot
-from kvbridge.adapters.vllm.states import state_planes
+from kvbridge.adapters.vllm.states import planes_of
 from kvbridge.device.handles import export_all
 from kvbridge.errors import EngineError, OperatorError
 from kvbridge.exchange.block_tables import check_late, extended
@@ -335,7 +335,7 @@ def vllm(kind: Kind, tp: int, rank: int, layout: str, is_turned: bool) -> Held:
     planes, state = [], replace(kind.state, is_turned=is_turned)
     for place, layer in enumerate(STATES):
         page = pages[:, place * size : (place + 1) * size].unsqueeze(1).unsqueeze(1)
-        planes += [(page, plane) for plane in state_planes("l", page, spec, state, (layer, 0), SLOTS, (rank, tp))]
+        planes += [(page, plane) for plane in planes_of("l", page, spec, state, (layer, 0), SLOTS, (rank, tp))]
     layers = tuple(kind.state.record if layer in STATES else None for layer in range(LAYERS))
     memory = Memory.of(
         Engine(kind="vllm", version="", id=f"v{tp}"),

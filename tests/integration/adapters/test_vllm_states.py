@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.records import WHOLE, State
 from kvbridge.adapters.vllm import layers
-from kvbridge.adapters.vllm.states import state_of, state_planes
+from kvbridge.adapters.vllm.states import planes_of, state_of
 from kvbridge.adapters.vllm.versions import check_groups, takes_first_token_for_decode
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
@@ -104,7 +104,7 @@ class Kind:
 
 KINDS = {
     "gated": Kind("GDN_ATTN", QwenGatedDeltaNetAttention, ((4, 5), (4, 5), (8, 3)), 8, 3, 5),
-    "kda": Kind("GDN_ATTN", KimiGatedDeltaNetAttention, ((4, 5), (4, 5), (4, 5)), 4, 5, 5),
+    "kda": Kind("GDN_ATTN", KimiGatedDeltaNetAttention, ((4, 6), (4, 6), (4, 6)), 4, 6, 6),
     "groups": Kind("MAMBA2_ATTN", MambaMixer2, ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
     "one group": Kind("MAMBA2_ATTN", MambaMixer2, ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
     "mamba 1": Kind("MAMBA1_ATTN", MambaMixer, ((24, 1),), 24, 1, 6),
@@ -165,7 +165,7 @@ def described(kind: Kind, side: Side, rank: int, monkeypatch: pytest.MonkeyPatch
     pages = torch.full((BLOCKS, size + PADDING), 0xEE, dtype=torch.uint8)
     page = pages.view(torch.int8)[:, :size].unsqueeze(1).unsqueeze(1)
     state = state_of(NAME, spec, layer)
-    planes = state_planes(NAME, page, spec, state, (0, 0), BLOCKS, (rank, side.tp))
+    planes = planes_of(NAME, page, spec, state, (0, 0), BLOCKS, (rank, side.tp))
     memory = Memory.of(
         Engine(kind="vllm", version="", id=f"{side.tp}"),
         Model(name="m", layers=(state.record,)),
@@ -285,7 +285,7 @@ def test_a_page_of_another_shape_is_refused(shapes: Any, dtypes: Any, stride: in
     spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=dtypes)
     page = torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes * stride, dtype=torch.int8)[..., ::stride]
     with refused(OperatorError, "shape_unknown", rf"expected \[{BLOCKS}, 1, 1, {spec.page_size_bytes}\] bytes"):
-        state_planes(NAME, page, spec, GATED_STATE, (0, 0), BLOCKS, (0, 1))
+        planes_of(NAME, page, spec, GATED_STATE, (0, 0), BLOCKS, (0, 1))
 
 
 # Which blocks are offered and wanted, with vLLM's real scheduler and managers:
