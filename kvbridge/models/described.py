@@ -31,6 +31,7 @@ from ..adapters.engine.codecs import (
     INDEX_WIDTH,
     V4_ROWS,
     V4_SCALES,
+    head_scaled_rows,
     plain_rows,
     scaled_rows,
 )
@@ -304,14 +305,9 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
             name, size = PACKED[said]
             yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=size)
         elif said in CODEC_PER_TOKEN_HEAD:
-            name, is_packed = CODEC_PER_TOKEN_HEAD[said], said.startswith("int4")
-            row_bytes = width // 2 if is_packed else width
-            yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=row_bytes)
-            scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
-            yield f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4)  # type: ignore[arg-type]
+            yield from zip((part, f"{part}_scale"), head_scaled_rows(said, width), strict=True)
         elif block_scaled is not None:
-            rows, scales = scaled_rows(block_scaled, width)
-            yield from ((part, rows), (f"{part}_scale", scales))
+            yield from zip((part, f"{part}_scale"), scaled_rows(block_scaled, width), strict=True)
         else:
             name, size = CODEC_OF_DTYPE["fp8" if said in PACKED else said]
             yield part, plain_rows(name, width, size)

@@ -63,7 +63,7 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
 def test_the_page_says_what_the_adapter_refuses() -> None:
     ours = set(get_args(CodecName)) - {"opaque"}
     described = {*memory.CODEC_OF.values(), *codecs.CODEC_PER_TOKEN_HEAD.values(), *dtypes.LATENT.values()}
-    described |= {name for name, _ in dtypes.V4_LATENT.values()}
+    described |= {rows.name for rows, _ in dtypes.V4_LATENT.values()}
     described |= {*POWERS, "mxfp4"}  # of index keys and their scales
     described |= {codec for of_engine in codecs.BLOCK_SCALED.values() for codec in of_engine.values()}
     assert ours - described == {"int8"}

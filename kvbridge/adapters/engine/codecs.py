@@ -23,6 +23,7 @@ INDEX_KEYS = Codec(
 INDEX_SCALES = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
 
 # DeepSeek V4's latents: 448 fp8 and 64 bf16 numbers. Behind all rows of a block, the 7 exponents of each and a zero.
+# Those of V4.1 are in other forms (`V4_FORMS`).
 V4_ROWS = Codec(name="fp8_ds_v4", width=512, element_bytes=1, row_bytes=576)
 V4_SCALES = Codec(name="opaque", width=8, element_bytes=1, row_bytes=8)
 
@@ -37,7 +38,24 @@ def scaled_rows(name: CodecName, width: int, scale: float = 1.0) -> tuple[Codec,
     )
 
 
-def plain_rows(name: CodecName, width: int, element_bytes: int, scale: float = 1.0) -> Codec:
-    """Rows of `width` numbers, side by side; those of fp8 are under one scale."""
-    scales = (scale,) if name.startswith("fp8") else ()
-    return Codec(name=name, width=width, element_bytes=element_bytes, row_bytes=width * element_bytes, scales=scales)
+# By the name of the form in SGLang (`KVLayout.encoding`): a latent's numbers and their scales.
+V4_FORMS = {
+    "v4": (V4_ROWS, V4_SCALES),
+    "v41": scaled_rows("mxfp8_e4m3", V4_ROWS.width),
+    "v41_fp4": scaled_rows("nvfp4", V4_ROWS.width),
+}
+
+
+def head_scaled_rows(dtype: str, width: int) -> tuple[Codec, Codec]:
+    """Rows of such a `--kv-cache-dtype`, and rows of their scales. Those of 4 bits nobody reads as numbers."""
+    name = CODEC_PER_TOKEN_HEAD[dtype]
+    rows = Codec(name=name, width=width, element_bytes=1, row_bytes=width // 2 if name in HALVES else width)
+    if name in HALVES:
+        return rows, Codec(name="opaque", width=4, element_bytes=1, row_bytes=4)
+    return rows, Codec(name="fp32", width=1, element_bytes=4, row_bytes=4)
+
+
+def plain_rows(name: CodecName, width: int, element_bytes: int, scales: tuple[float, ...] = (1.0,)) -> Codec:
+    """Rows of `width` numbers, side by side; those of fp8 are under one scale, or one for each head."""
+    under = scales if name.startswith("fp8") else ()
+    return Codec(name=name, width=width, element_bytes=element_bytes, row_bytes=width * element_bytes, scales=under)

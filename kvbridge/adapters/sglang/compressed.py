@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from ...cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY, first_kept
 from ...errors import EngineError, OperatorError
-from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_ROWS, V4_SCALES, plain_rows, scaled_rows
+from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_FORMS, plain_rows, scaled_rows
 from ..engine.memory import CODEC_OF, plane_of
 from ..engine.records import WHOLE
 from ..engine.scores import Compressor, Scores
@@ -40,12 +40,6 @@ PARTS = ("DeepSeekV4SingleKVPool", "DeepSeekV4IndexerPool", "CompressStatePool")
 ALL, WINDOW = 0, 1  # groups
 READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
 RATIOS = (4, 128, 2)  # of rows that are made of several tokens
-# By the form of a latent (`KVLayout.encoding`): its numbers and their scales.
-FORMS = {
-    "v4": (V4_ROWS, V4_SCALES),
-    "v41": scaled_rows("mxfp8_e4m3", V4_ROWS.width),
-    "v41_fp4": scaled_rows("nvfp4", V4_ROWS.width),
-}
 
 
 def _state_group(ratio: int, is_decoder: bool) -> Group:
@@ -83,7 +77,7 @@ def check(pool: Any) -> None:
     refused = {
         "a ring of the window's rows for each request": pool.swa_kv_pool is None or pool.swa_req_ring_size is not None,
         "rows of 512 fp8 numbers (--dsv4-attn-backend trtllm)": getattr(pool, "uniform_fp8", False),
-        f"rows in the form {form} (SGLANG_DSV4_KV_LAYOUT)": form not in FORMS,
+        f"rows in the form {form} (SGLANG_DSV4_KV_LAYOUT)": form not in V4_FORMS,
         "sums in place of rows (SGLANG_OPT_USE_ONLINE_COMPRESS)": any(each.online for each in states),
         "index keys in AITER's order": any(each.uses_aiter_fp4_layout for each in pool.index_pools.values()),
     }
@@ -192,7 +186,7 @@ def _latents(
 ) -> Iterator[tuple[torch.Tensor, Plane]]:
     size, form = int(rows.page_size), rows.kv_layout
     yield from _pieces(
-        tensor, FORMS[form.encoding.value], form.row_addressing(size), part, size, number, group, page, ratio
+        tensor, V4_FORMS[form.encoding.value], form.row_addressing(size), part, size, number, group, page, ratio
     )
 
 

@@ -439,7 +439,7 @@ def _codec(pool: Any, part: str, tensor: torch.Tensor, scale: float) -> Codec:
         # (`_quantize_k_cache_ref` in sglang/test/kernels/dsa_k_cache_reference.py).
         return Codec(name="fp8_ds_mla", width=numbers, element_bytes=size, row_bytes=width * size)
     # SGLang keeps fp8 as bytes: only the pool says so.
-    return plain_rows(CODEC_OF[tensor.dtype if part == INDEX_KEY else pool.dtype], width, size, scale)
+    return plain_rows(CODEC_OF[tensor.dtype if part == INDEX_KEY else pool.dtype], width, size, (scale,))
 
 
 def _paged(tensor: torch.Tensor, page: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ def found(queue: Any, shard: Shard) -> States | None:
     depth, both = int(queue.scheduler.model_config.hf_text_config.num_hidden_layers), attention(pool)
     # A state beside attention in one layer (Falcon-H1) has a number after the model's layers.
     numbers = [int(layer) + depth * (layer in both) for layer in states.mamba_layer_ids]
-    rank, planes = (shard.tp_rank, shard.tp_size), []
+    rank, planes = (shard.tp_rank, shard.tp_size), list[tuple[torch.Tensor, Plane]]()
     for place, layer in enumerate(numbers):
         conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place].flatten(2)
         conv = conv if states.conv_slice_axis else conv.transpose(1, 2)  # KDA's is [slots, rows, channels] already

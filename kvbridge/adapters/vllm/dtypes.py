@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from kvbridge_proto.pool import Codec, CodecName
+from msgspec.structs import replace
 
 from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
-from ..engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_SCALE_BYTES, scaled_rows
+from ..engine.codecs import (
+    CODEC_PER_TOKEN_HEAD,
+    INDEX_KEYS,
+    INDEX_SCALE_BYTES,
+    INDEX_SCALES,
+    V4_FORMS,
+    V4_ROWS,
+    head_scaled_rows,
+    plain_rows,
+    scaled_rows,
+)
 from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
@@ -23,8 +33,8 @@ if TYPE_CHECKING:
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Latent rows with their scales inside, by bytes per row.
 LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 352: "nvfp4_ds_mla"}
-# Rows of DeepSeek V4 and V4.1 with so many bytes of scales: behind all rows of a page or, as `versions` says, each row.
-V4_LATENT: dict[int, tuple[CodecName, int]] = {584: ("fp8_ds_v4", 8), 528: ("mxfp8_e4m3", 16), 288: ("nvfp4", 32)}
+# Those of DeepSeek V4 and V4.1, with their scales: behind all rows of a page or, as `versions` says, behind each row.
+V4_LATENT = {sum(codec.row_bytes for codec in form): form for form in V4_FORMS.values()}
 
 
 def cell_of(member: KVLayer) -> Cell:
@@ -32,23 +42,24 @@ def cell_of(member: KVLayer) -> Cell:
     if member.is_index:
         is_plain = rows_of(member.attention) == "plain_index_key"
         return _plain_index_form(member) if is_plain else _index_form(member)
-    tensor, said = member.tensor, member.said
-    size, (key, value), heads = tensor.element_size(), member.widths, member.heads
+    tensor, said, part, heads = member.tensor, member.said, member.part, member.heads
+    size, (key, value) = tensor.element_size(), member.widths
     if said in CODEC_PER_TOKEN_HEAD and size == 1 and key == value:
-        name = CODEC_PER_TOKEN_HEAD[said]
-        row = key // 2 if name == "int4_row_scale" else key
-        return Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4, codec=name)
+        rows, scales = head_scaled_rows(said, key)
+        return Cell(heads, {"k": rows, "k_scale": scales, "v": rows, "v_scale": scales})
     if member.is_latent and "ds_mla" in said and size == 1:
         row = tensor.shape[-1]
         if row in V4_LATENT:
-            codec, scales = V4_LATENT[row]
-            is_apart = codec == "fp8_ds_v4" or not has_interleaved_rows()
-            return Cell(heads, row - scales, 0, scales, 1, is_apart, is_paged=True, part=member.part, codec=codec)
+            rows, scales = V4_LATENT[row]
+            is_apart = rows == V4_ROWS or not has_interleaved_rows()
+            return Cell(heads, {part: rows, f"{part}_scale": scales}, is_apart, is_paged=True)
         if row in LATENT:
-            return Cell(heads, row, 0, codec=LATENT[row], part=member.part)
+            return Cell(heads, {part: Codec(name=LATENT[row], width=key, element_bytes=1, row_bytes=row)})
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
-        return Cell(heads, key * size, value * size, codec=plain, part=member.part)
+        widths = {"k": key, "v": value} if value else {part: key}
+        under = member_scales(member) if plain in FP8.values() else dict.fromkeys(widths, (1.0,))
+        return Cell(heads, {each: plain_rows(plain, width, size, under[each]) for each, width in widths.items()})
     raise refusal(
         "codec_unknown",
         "vllm",
@@ -76,12 +87,11 @@ def _index_form(member: KVLayer) -> Cell:
             f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale, or {row + exponents} in MXFP4; "
             "no setting of the engine helps",
         )
-    if found == known[1]:
-        return Cell(1, row, 0, exponents, 1, is_apart=True, is_paged=True, codec="mxfp4", part=INDEX_KEY)
-    is_packed = getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)()
-    scales: CodecName = "ue8m0_x4" if is_packed else "pow2_fp32"
-    keys = Cell(1, key, 0, INDEX_SCALE_BYTES, codec="fp8_row_scale", scale_codec=scales, part=INDEX_KEY)
-    return replace(keys, is_apart=True, is_paged=True)
+    codecs = scaled_rows("mxfp4", key) if found == known[1] else (INDEX_KEYS, INDEX_SCALES)
+    if codecs[0] == INDEX_KEYS and getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)():
+        codecs = replace(INDEX_KEYS, scale_codec="ue8m0_x4"), replace(INDEX_SCALES, name="ue8m0_x4")
+    parts = dict(zip((INDEX_KEY, f"{INDEX_KEY}_scale"), codecs, strict=True))
+    return Cell(1, parts, is_apart=True, is_paged=True)
 
 
 def _plain_index_form(member: KVLayer) -> Cell:
@@ -105,26 +115,7 @@ def _plain_index_form(member: KVLayer) -> Cell:
             f"{member.name}: index cache {tuple(tensor.shape)} with strides {tensor.stride()}, vLLM writes its rows "
             "one after another; needs VLLM_KV_CACHE_LAYOUT LBNHC or LBHNC",
         )
-    size = tensor.element_size()
-    return Cell(1, key * size, 0, part="index_key", codec=name)
-
-
-def codec_of(member: KVLayer, cell: Cell, part: str, row_bytes: int) -> Codec:
-    """The codec of one plane of the layer."""
-    if part.endswith("_scale"):
-        unit = cell.scale_unit
-        name: CodecName = cell.scale_codec if unit == 4 else "opaque"
-        return Codec(name=name, width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
-    key, value = member.widths
-    scales = member_scales(member)[part] if cell.codec in ("fp8_e4m3", "fp8_e5m2") else ()
-    return Codec(
-        name=cell.codec,
-        width=value if part == "v" else key,
-        element_bytes=member.tensor.element_size(),
-        row_bytes=row_bytes,
-        scales=(1.0,) if cell.codec == "nvfp4" else scales,  # DeepSeek V4.1's have none for all rows
-        scale_codec=cell.scale_codec,
-    )
+    return Cell(1, {INDEX_KEY: plain_rows(name, key, tensor.element_size())})
 
 
 def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:

@@ -18,7 +18,7 @@ from ..engine.unsupported import refusal
 from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
-from .dtypes import cell_of, codec_of
+from .dtypes import cell_of
 from .layers import KVLayer, is_never_cached, kind_of, members_of, model_of, tp_rank_of, window_of
 from .plugin import CONNECTOR_NAME
 from .shapes import views_of
@@ -128,9 +128,8 @@ def _planes(member: KVLayer, blocks: int, rank: tuple[int, int]) -> Iterable[Pla
         raise OperatorError("layout_unknown", f"{member.name}: {reason}")
     planes, name = [], member.owner or member.name
     for part, view in views_of(member.name, member.tensor, cell, tokens // row_tokens, blocks).items():
-        codec, where = codec_of(member, cell, part, view.shape[-1] * view.element_size()), (member.layer, member.group)
-        counts = {"block_tokens": tokens, "row_tokens": row_tokens}
-        planes.append(plane_of(view, codec, member.held, *where, part=part, name=name, **counts))
+        where = cell.parts[part], member.held, member.layer, member.group
+        planes.append(plane_of(view, *where, part=part, block_tokens=tokens, name=name, row_tokens=row_tokens))
     return _cpu(member, planes) if rows_of(member.attention) == "cpu" else planes
 
 

@@ -9,42 +9,32 @@ is outermost in memory (NHD, HND, all layers of a block side by side, a page wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from kvbridge_proto.pool import CodecName
+from kvbridge_proto.pool import Codec
 
 from ...errors import OperatorError
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one (head, token) of a layer holds, by vLLM's spec; all sizes in bytes.
+    """What one (head, token) of a layer holds: its parts in their order, each with the codec of its row.
 
-    value_bytes   0: there is no V, the row of K is a latent
-    scale_bytes   the scales of one row, stored behind it
-    scale_unit    bytes of one scale; 1 where nobody reads them as numbers
-    is_apart      the scales of a block are stored behind all its rows instead
-    is_paged      that block is the kernel's, of which a block of the table may have several
-    part          what the row is, if there is no V
-    codec         of the rows, and `scale_codec` of scales beside them
+    Without "v" the row is a latent or an index key. `is_apart`: the scales of a block are behind all its rows instead;
+    `is_paged`: that block is the kernel's, of which a block of the table may have several.
     """
 
     heads: int
-    key_bytes: int
-    value_bytes: int
-    scale_bytes: int = 0
-    scale_unit: int = 4
+    parts: Mapping[str, Codec]
     is_apart: bool = False
     is_paged: bool = False
-    part: str = "latent"
-    codec: CodecName = "opaque"
-    scale_codec: CodecName = "fp32"
 
     @property
     def bytes(self) -> int:
         """Size of one cell of the tensor."""
-        return self.key_bytes + self.value_bytes + self.scale_bytes * (2 if self.value_bytes else 1)
+        return sum(codec.row_bytes for codec in self.parts.values())
 
 
 def views_of(name: str, tensor: torch.Tensor, cell: Cell, block_tokens: int, blocks: int) -> dict[str, torch.Tensor]:
@@ -56,31 +46,25 @@ def views_of(name: str, tensor: torch.Tensor, cell: Cell, block_tokens: int, blo
     found = f"{name}: KV cache {tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
     if not _fits(tensor, cell, block_tokens, blocks):
         width = cell.bytes // size
-        expected = f"[B, {cell.heads}, N, {width}]" if cell.value_bytes else f"[B, N, {width}] or [B, 1, N, {width}]"
+        expected = f"[B, {cell.heads}, N, {width}]" if "v" in cell.parts else f"[B, N, {width}] or [B, 1, N, {width}]"
         raise OperatorError(
             "shape_unknown",
             f"{found} of {size}-byte elements, for {blocks} blocks of {block_tokens} tokens: expected {expected}",
         )
-    if cell.scale_bytes and tensor.stride(-1) != 1:
+    if any(part.endswith("_scale") for part in cell.parts) and tensor.stride(-1) != 1:
         raise OperatorError("shape_unknown", f"{found}: rows with scales must be dense in the last dimension")
     block, *head, token, element = tensor.stride()
     shape = (tensor.shape[0], cell.heads, tokens)
-    outer, start = (block, *(head or [0])), tensor.storage_offset()
-    if cell.is_apart:
-        row, scale = cell.key_bytes, cell.scale_bytes
-        return {
-            cell.part: tensor.as_strided((*shape, row), (*outer, row, 1)),
-            f"{cell.part}_scale": tensor.as_strided((*shape, scale), (*outer, scale, 1), start + tokens * row),
-        }
-    cells, at, views = tensor.as_strided((*shape, tensor.shape[-1]), (*outer, token, element)), 0, {}
-    for part, row_bytes in (("k", cell.key_bytes), ("v", cell.value_bytes)):
-        if row_bytes:
-            part = part if cell.value_bytes else cell.part
-            end = at + row_bytes // size
-            views[part] = cells[..., at:end]
-            if cell.scale_bytes:
-                views[f"{part}_scale"] = cells[..., end : end + cell.scale_bytes]
-            at = end + cell.scale_bytes
+    cells = tensor.as_strided((*shape, tensor.shape[-1]), (block, *(head or [0]), token, element))
+    at, views = 0, {}
+    for part, codec in cell.parts.items():
+        row = codec.row_bytes // size
+        if cell.is_apart:
+            start = tensor.storage_offset() + at * tokens
+            views[part] = tensor.as_strided((*shape, row), (*cells.stride()[:2], row, 1), start)
+        else:
+            views[part] = cells[..., at : at + row]
+        at += row
     return views
 
 
@@ -92,4 +76,4 @@ def _fits(tensor: torch.Tensor, cell: Cell, block_tokens: int, blocks: int) -> b
         return False
     if cell.is_apart and not cell.is_paged and tokens != block_tokens:
         return False
-    return tensor.shape[1] == cell.heads if tensor.dim() == 4 else not cell.value_bytes
+    return tensor.shape[1] == cell.heads if tensor.dim() == 4 else "v" not in cell.parts

@@ -12,8 +12,9 @@ from math import prod
 
 import pytest
 import torch
-from kvbridge_proto.pool import Codec, Plane
+from kvbridge_proto.pool import Codec, CodecName, Plane
 
+from kvbridge.adapters.engine.codecs import V4_ROWS, V4_SCALES, head_scaled_rows
 from kvbridge.adapters.engine.memory import plane_of
 from kvbridge.adapters.engine.records import Heads
 from kvbridge.adapters.vllm.shapes import Cell, views_of
@@ -76,8 +77,21 @@ class Case:
     padding: int = 0  # elements behind each page
 
 
-def cell(size: int, **more: int) -> Cell:
-    return Cell(HEADS, WIDTH * size, more.pop("value", WIDTH * size), **more)
+def rows(name: CodecName, size: int, row_bytes: int) -> Codec:
+    return Codec(name=name, width=row_bytes // size, element_bytes=size, row_bytes=row_bytes)
+
+
+def cell(value: int = WIDTH) -> Cell:
+    return Cell(HEADS, {"k": rows("bf16", 2, 2 * WIDTH), "v": rows("bf16", 2, 2 * value)})
+
+
+def latents(row_bytes: int) -> Cell:
+    return Cell(1, {"latent": rows("opaque", 1, row_bytes)})
+
+
+ROWS, SCALES = head_scaled_rows("fp8_per_token_head", WIDTH)
+HEAD_SCALED = Cell(HEADS, {"k": ROWS, "k_scale": SCALES, "v": ROWS, "v_scale": SCALES})
+APART = Cell(1, {"latent": V4_ROWS, "latent_scale": V4_SCALES}, is_apart=True)
 
 
 def cases() -> list[Case]:
@@ -87,24 +101,23 @@ def cases() -> list[Case]:
         split = {"kernel": kernel}
         four = (blocks, HEADS, kernel, 2 * WIDTH)
         found += [
-            Case("BHNC HND", four, (0, 1, 2, 3), packed, cell(2), **split),
-            Case("BHNC NHD", four, (0, 2, 1, 3), packed, cell(2), **split),
-            Case("BHNC LHBNC", four, (1, 0, 2, 3), packed, cell(2), **split),
-            Case("BHNC K and V unequal", (*four[:3], WIDTH + WIDTH // 2), (0, 2, 1, 3), unequal, cell(2, value=WIDTH)),
-            Case("BHNC padded", four, (0, 1, 2, 3), packed, cell(2), padding=96),
+            Case("BHNC HND", four, (0, 1, 2, 3), packed, cell(), **split),
+            Case("BHNC NHD", four, (0, 2, 1, 3), packed, cell(), **split),
+            Case("BHNC LHBNC", four, (1, 0, 2, 3), packed, cell(), **split),
+            Case("BHNC K and V unequal", (*four[:3], WIDTH + WIDTH // 2), (0, 2, 1, 3), unequal, cell(WIDTH // 2)),
+            Case("BHNC padded", four, (0, 1, 2, 3), packed, cell(), padding=96),
         ][: 3 if kernel != TOKENS else None]
         for dtype, order in ((torch.int8, (0, 1, 2, 3)), (torch.uint8, (0, 2, 1, 3))):
             shape = (*four[:3], 2 * (WIDTH + 4))
             name = f"BHNC row scales {dtype}"
-            found.append(Case(name, shape, order, row_scaled, cell(1, scale_bytes=4), dtype, **split))
+            found.append(Case(name, shape, order, row_scaled, HEAD_SCALED, dtype, **split))
         for row, dtype in ((576, torch.bfloat16), (576, torch.uint8), (656, torch.uint8), (528, torch.uint8)):
             size = dtype.itemsize
             shape = (blocks, kernel, row)
-            found.append(Case(f"BNW {row}", shape, (0, 1, 2), latent, Cell(1, row * size, 0), dtype, **split))
+            found.append(Case(f"BNW {row}", shape, (0, 1, 2), latent, latents(row * size), dtype, **split))
             shape = (blocks, 1, kernel, row)
-            found.append(Case(f"B1NW {row}", shape, (0, 2, 1, 3), latent, Cell(1, row * size, 0), dtype, **split))
-    apart = Cell(1, 576, 0, 8, scale_unit=1, is_apart=True)
-    found.append(Case("B1NW 584", (BLOCKS, 1, TOKENS, 584), (0, 1, 2, 3), v4, apart, torch.uint8, padding=448))
+            found.append(Case(f"B1NW {row}", shape, (0, 2, 1, 3), latent, latents(row * size), dtype, **split))
+    found.append(Case("B1NW 584", (BLOCKS, 1, TOKENS, 584), (0, 1, 2, 3), v4, APART, torch.uint8, padding=448))
     return found
 
 
@@ -153,10 +166,8 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
     storage = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
     heads = Heads(0, case.cell.heads, case.cell.heads)
     for part, view in views.items():
-        row_bytes, unit = written[part].shape[-1], view.element_size()
-        unit = case.cell.scale_unit if part.endswith("_scale") else unit
-        codec = Codec(name="opaque", width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
-        plane = plane_of(view, codec, heads, 0, 0, part=part, block_tokens=TOKENS, name=part)
+        assert case.cell.parts[part].row_bytes == written[part].shape[-1]
+        plane = plane_of(view, case.cell.parts[part], heads, 0, 0, part=part, block_tokens=TOKENS, name=part)
         assert torch.equal(read(storage, plane), written[part]), part
 
 
@@ -170,13 +181,13 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
         ((BLOCKS, TOKENS, 2 * WIDTH), {}, "expected"),
         ((BLOCKS, HEADS, TOKENS, 2, WIDTH), {}, "expected"),
         ((BLOCKS,), {}, "expected"),
-        ((BLOCKS, TOKENS, 655), {"cell": Cell(1, 656, 0), "size": 1}, r"expected \[B, N, 656\] or \[B, 1, N, 656\]"),
-        ((BLOCKS, 2, TOKENS, 656), {"cell": Cell(1, 656, 0), "size": 1}, "expected"),
-        ((BLOCKS, HEADS, TOKENS, 2 * WIDTH), {"cell": cell(1, scale_bytes=4), "size": 1}, r"expected \[B, 3, N, 72\]$"),
+        ((BLOCKS, TOKENS, 655), {"cell": latents(656), "size": 1}, r"expected \[B, N, 656\] or \[B, 1, N, 656\]"),
+        ((BLOCKS, 2, TOKENS, 656), {"cell": latents(656), "size": 1}, "expected"),
+        ((BLOCKS, HEADS, TOKENS, 2 * WIDTH), {"cell": HEAD_SCALED, "size": 1}, r"expected \[B, 3, N, 72\]$"),
         ((2, BLOCKS, TOKENS, HEADS, WIDTH), {}, "expected"),
         (
             (2 * BLOCKS, 1, TOKENS // 2, 584),
-            {"cell": Cell(1, 576, 0, 8, scale_unit=1, is_apart=True), "size": 1},
+            {"cell": APART, "size": 1},
             "expected",
         ),
     ],
@@ -184,10 +195,10 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
 def test_names_what_it_does_not_know(shape: tuple[int, ...], changed: dict, text: str) -> None:
     dtype = torch.uint8 if changed.get("size") == 1 else torch.bfloat16
     with refused(OperatorError, "shape_unknown", text):
-        views_of("layer", torch.empty(shape, dtype=dtype), changed.get("cell", cell(2)), TOKENS, BLOCKS)
+        views_of("layer", torch.empty(shape, dtype=dtype), changed.get("cell", cell()), TOKENS, BLOCKS)
 
 
 def test_refuses_rows_with_scales_that_are_not_dense() -> None:
     cache = torch.empty(BLOCKS, HEADS, TOKENS, 4 * (WIDTH + 4), dtype=torch.uint8)[..., ::2]
     with refused(OperatorError, "shape_unknown", "must be dense"):
-        views_of("layer", cache, cell(1, scale_bytes=4), TOKENS, BLOCKS)
+        views_of("layer", cache, HEAD_SCALED, TOKENS, BLOCKS)
