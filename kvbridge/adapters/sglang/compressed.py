@@ -17,7 +17,7 @@ prompt is computed without its last token: after it the rings have too little of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,7 +123,7 @@ def found(pool: Any, drafts: list[Any], depth: int, is_decoder: bool, model: Any
     rope, width = int(pool.qk_rope_head_dim), int(pool.qk_nope_head_dim) + int(pool.qk_rope_head_dim)
     record = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope, window=window)
     layers = dict.fromkeys([*numbers, *of_drafts], record)
-    return Found(layers, tuple(_counted(kept, planes)), planes, tuple(of_drafts), _scores(planes, model))
+    return Found(layers, tuple(counted(kept, planes)), planes, tuple(of_drafts), _scores(planes, model))
 
 
 def _scores(planes: list[tuple[torch.Tensor, Plane]], model: Any) -> Scores | None:
@@ -144,8 +144,8 @@ def _weight(compressor: Any) -> torch.Tensor:
     return torch.cat(rows.chunk(2), 1) if compressor.overlap else rows
 
 
-def _counted(groups: list[Group], planes: list[tuple[torch.Tensor, Plane]]) -> Iterator[Group]:
-    """With as many blocks as all planes have."""
+def counted(groups: Iterable[Group], planes: list[tuple[torch.Tensor, Plane]]) -> Iterator[Group]:
+    """The groups of the pool, by number, with as many blocks as all planes have."""
     for number, group in enumerate(groups):
         sizes = [
             view.shape[0] * view.stride(0) * view.element_size() // plane.block_stride
@@ -163,39 +163,37 @@ def _state_groups(pool: Any) -> dict[int, int]:
 
 def _layer(pool: Any, layer: int, number: int, of_ratio: dict[int, Group]) -> Iterator[tuple[torch.Tensor, Plane]]:
     """The planes of a layer of the pool, under its number in the model's record. `of_ratio`: see `_state_group`."""
-    page, rows = int(pool.page_size), pool.swa_kv_pool
-    yield from _latents(rows, rows.kv_buffer[layer - pool._stage_start], "latent", number, WINDOW, page, 1)
+    pieces, rows = partial(_pieces, number=number, page=int(pool.page_size)), pool.swa_kv_pool
+    yield from pieces(*_latents(rows, layer - pool._stage_start), part="latent", group=WINDOW, ratio=1)
     ratio, place, rows = pool.layer_mapping[layer]
     if layer not in pool.sources_by_ratio.get(ratio, ()):
         return
-    yield from _latents(rows, rows.kv_buffer[place], "compressed_latent", number, ALL, page, ratio)
+    yield from pieces(*_latents(rows, place), part="compressed_latent", group=ALL, ratio=ratio)
     if (index := pool.index_pools.get(ratio)) is not None:
         keys, size = index.index_k_with_scale_buffer[place], int(index.page_size)
         codecs = scaled_rows("mxfp4", INDEX_WIDTH) if index.use_fp4_indexer else (INDEX_KEYS, INDEX_SCALES)
         part = ROTATED_INDEX_KEY if ratio == 4 else INDEX_KEY  # `rotate_activation` of compressor_v2.py, not V4.1's
         strides = codecs[0].row_bytes, size * codecs[0].row_bytes, codecs[1].row_bytes
-        yield from _pieces(keys, codecs, strides, part, size, number, ALL, page, ratio)
+        yield from pieces(keys, codecs, strides, size, part=part, group=ALL, ratio=ratio)
     for name, pools in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
         if (state := pools[layer]) is not None:
             part = f"{name}compressor" if ratio == 2 else f"{RAW}{name}compressor"
             yield _state(state, part, number, _state_groups(pool)[ratio], of_ratio[ratio].block_tokens)
 
 
-def _latents(
-    rows: Any, tensor: torch.Tensor, part: str, number: int, group: int, page: int, ratio: int
-) -> Iterator[tuple[torch.Tensor, Plane]]:
+def _latents(rows: Any, place: int) -> tuple[torch.Tensor, tuple[Codec, Codec], tuple[int, int, int], int]:
+    """The first arguments of `_pieces`, for latents."""
     size, form = int(rows.page_size), rows.kv_layout
-    yield from _pieces(
-        tensor, V4_FORMS[form.encoding.value], form.row_addressing(size), part, size, number, group, page, ratio
-    )
+    return rows.kv_buffer[place], V4_FORMS[form.encoding.value], form.row_addressing(size), size
 
 
 def _pieces(
     tensor: torch.Tensor,
     codecs: tuple[Codec, Codec],
     strides: tuple[int, int, int],
-    part: str,
     rows: int,
+    *,
+    part: str,
     number: int,
     group: int,
     page: int,
@@ -209,13 +207,8 @@ def _pieces(
     for codec, more, at, stride in zip(codecs, ("", "_scale"), (0, begin), (row, scale), strict=True):
         shape, steps = (len(tensor), 1, rows, codec.row_bytes), (tensor.stride(0), 0, stride, 1)
         view = tensor.view(torch.uint8).as_strided(shape, steps, int(tensor.storage_offset()) + at)
-        name = f"layer {number} {part}{more}"
-        yield (
-            view,
-            plane_of(
-                view, codec, WHOLE, number, group, part=part + more, block_tokens=page, name=name, row_tokens=ratio
-            ),
-        )
+        where = codec, WHOLE, number, group
+        yield view, plane_of(view, *where, part=part + more, block_tokens=page, row_tokens=ratio)
 
 
 def _state(state: Any, part: str, number: int, group: int, block: int) -> tuple[torch.Tensor, Plane]:
@@ -223,8 +216,7 @@ def _state(state: Any, part: str, number: int, group: int, block: int) -> tuple[
     tensor = state.kv_score_buffer.kv_score
     view = tensor[: len(tensor) // block * block].unflatten(0, (-1, block)).unsqueeze(1)
     codec = plain_rows(CODEC_OF[tensor.dtype], tensor.shape[1], tensor.element_size())
-    name = f"layer {number} {part}"
-    return view, plane_of(view, codec, WHOLE, number, group, part=part, block_tokens=block, name=name)
+    return view, plane_of(view, codec, WHOLE, number, group, part=part, block_tokens=block)
 
 
 def beside(

@@ -24,7 +24,7 @@ from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import DRAFT_POOLS, UNSUPPORTED, draft_refusal, refusal
 from . import block_scales, compressed, drafts, states
-from .compressed import Found
+from .compressed import Found, counted
 
 LAYOUTS = ("nhd", "hnd")
 ATTENTION, INDEXER = "RadixAttention", "Indexer"
@@ -123,17 +123,9 @@ def _found(queue: Any, shard: Shard, is_decoder: bool) -> Found:
     state = states.found(queue, shard)
     return Found(
         _layers(groups, [plane for _, plane in rows], modules) | (state.layers if state else {}),
-        (*_counted(of_model, rows), *([state.group] if state else [])),
+        (*counted((group.kept for group in of_model), rows), *([state.group] if state else [])),
         [*rows, *(state.planes if state else [])],
         tuple(layer for group in of_draft for layer in group.layers),
-    )
-
-
-def _counted(groups: list[LayerGroup], planes: list[tuple[torch.Tensor, Plane]]) -> tuple[Group, ...]:
-    """The groups of the pool, by number, with as many blocks as all planes have. A draft's layers are in them."""
-    sizes = [(plane.group, view.shape[0]) for view, plane in planes]
-    return tuple(
-        replace(group.kept, blocks=min(size for number, size in sizes if number == group.number)) for group in groups
     )
 
 
@@ -403,9 +395,8 @@ def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor,
     page, number = group.kept.block_tokens, group.number
     for place, layer in enumerate(group.layers):
         for part, view, codec, heads in _parts(group, place, layer, modules):
-            name, axes = f"layer {layer} {part}", view.dim() - 3
             where = codec, heads, layer, number
-            yield view, plane_of(view, *where, part=part, block_tokens=page, name=name, token_axes=axes)
+            yield view, plane_of(view, *where, part=part, block_tokens=page, token_axes=view.dim() - 3)
 
 
 def _parts(

@@ -7,6 +7,7 @@ With drafts the engine keeps more rows of the convolution, and more blocks: what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
@@ -20,6 +21,18 @@ from ..engine.memory import CODEC_OF, state_planes
 from ..engine.records import State
 from ..engine.unsupported import refusal
 from .backends import backend_of, rows_of
+
+# By the rows that a backend writes: what makes their state of which fields of its layer.
+FIELDS: dict[str, tuple[Callable[..., State], tuple[str, ...]]] = {
+    # Of Qwen3-Next, Qwen3.5 and Olmo; and KDA of Kimi-Linear, K3 and Bailing 3
+    "gated_delta": (State.gated_delta, ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")),
+    "kda": (State.gated_delta, ("num_heads", "num_heads", "head_dim", "head_dim", "conv_size")),
+    # If B and C have one group, vLLM counts one for each rank; the norm keeps the model's number
+    "mamba2": (State.mamba2, ("num_heads", "head_dim", "ssm_state_size", "norm.n_groups", "conv_kernel_size")),
+    "mamba1": (State.mamba1, ("intermediate_size", "ssm_state_size", "conv_kernel_size")),
+    "short_conv": (State.short_conv, ("conv_dim", "L_cache")),
+    "lightning": (State.lightning, ("num_heads", "head_dim")),
+}
 
 
 def state_of(name: str, spec: Any, layer: Any) -> State:
@@ -43,27 +56,16 @@ def drafted_blocks(spec: Any) -> int:
 
 
 def _state(layer: Any) -> State | None:
-    """By the layer's own fields. None for a state of another kind, and if a field is not there."""
-    match rows_of(layer):
-        case "gated_delta" if hasattr(layer, "num_k_heads"):  # of Qwen3-Next, Qwen3.5 and Olmo
-            found = _fields(layer, "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
-            return replace(State.gated_delta(*found), is_turned=_is_on_cpu()) if found else None
-        case "gated_delta":  # KDA: of Kimi-Linear, K3 and Bailing 3
-            found = _fields(layer, "num_heads", "head_dim", "conv_size")
-            return State.gated_delta(found[0], found[0], found[1], found[1], found[2]) if found else None
-        case "mamba2":  # if B and C have one group, vLLM counts one for each rank; the norm keeps the model's number
-            found = _fields(layer, "num_heads", "head_dim", "ssm_state_size", "norm.n_groups", "conv_kernel_size")
-            return State.mamba2(*found) if found else None
-        case "mamba1":
-            found = _fields(layer, "intermediate_size", "ssm_state_size", "conv_kernel_size")
-            return State.mamba1(*found) if found else None
-        case "short_conv":
-            found = _fields(layer, "conv_dim", "L_cache")
-            return State.short_conv(*found) if found else None
-        case "lightning":
-            found = _fields(layer, "num_heads", "head_dim")
-            return State.lightning(*found) if found else None
-    return None
+    """None for a state of another kind, and if a field is not there."""
+    rows = rows_of(layer)
+    if rows == "gated_delta" and not hasattr(layer, "num_k_heads"):
+        rows = "kda"
+    make, names = FIELDS.get(rows, (None, ()))
+    try:
+        state = make and make(*[int(attrgetter(name)(layer)) for name in names])
+    except AttributeError:
+        return None
+    return replace(state, is_turned=_is_on_cpu()) if state and rows == "gated_delta" else state
 
 
 def _is_on_cpu() -> bool:
@@ -71,14 +73,6 @@ def _is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _fields(layer: Any, *names: str) -> list[int]:
-    """Empty if one is not there."""
-    try:
-        return [int(attrgetter(name)(layer)) for name in names]
-    except AttributeError:
-        return []
 
 
 def planes_of(
