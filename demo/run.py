@@ -16,8 +16,9 @@ from rich.table import Table
 
 from kvbridge.doctor.routes import memcpy_bytes_per_s
 from kvbridge.errors import KVBridgeError
-from kvbridge.loopback.pools import DemoRequest, Shape
+from kvbridge.loopback.pools import Shape
 from kvbridge.loopback.processes import agents, tail
+from testing.job_engine import DemoRequest
 from testing.jobs import PairOutcome, carry
 
 NAMES = ("a", "b", "c")

@@ -33,8 +33,9 @@ from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver, WritesOver
 from kvbridge.device.fence import EngineFence
 from kvbridge.device.handles import export_all
 from kvbridge.loopback.messages import number_of, offer_of, want_of
-from kvbridge.loopback.pools import POISON, Shape, describe
+from kvbridge.loopback.pools import Shape, describe
 from testing.content import Content
+from testing.made_rows import POISON
 
 LOOK_S = 0.05
 LEFT = "detached"  # why a connection is over that the engine has ended

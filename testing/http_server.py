@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvbridge.errors import OperatorError
+from kvbridge.loopback.processes import tail
 from kvbridge.loopback.servers import ServerProcess
 
 START_S, ANSWER_S = 180.0, 60.0
@@ -17,6 +18,9 @@ START_S, ANSWER_S = 180.0, 60.0
 
 class HttpServer(ServerProcess):
     """It can be asked for more than its health."""
+
+    def tail(self, lines: int = 60) -> str:
+        return tail(self.log, lines)
 
     @property
     def url(self) -> str:

@@ -22,10 +22,11 @@ from rich.progress import Progress
 
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, verdict
-from kvbridge.loopback.engine import Job, JobEngine, RequestRejected
-from kvbridge.loopback.pools import DemoRequest, Shape, describe
+from kvbridge.loopback.engine import RequestRejected
+from kvbridge.loopback.pools import Shape, describe
 from kvbridge.loopback.processes import AGENT_START_S, AgentProcess
 from testing.engine_process import EngineProcess
+from testing.job_engine import DemoRequest, Job, JobEngine
 
 
 @dataclass(frozen=True, slots=True)

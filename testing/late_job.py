@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from kvbridge.loopback.engine import Job, JobEngine
-from kvbridge.loopback.pools import DemoRequest, DemoRows
+from testing.job_engine import DemoRequest, Job, JobEngine
 from testing.jobs import main
+from testing.made_rows import DemoRows
 
 
 class LateJob(Job, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ import torch
 from kvbridge_proto.pool import CodecName
 from msgspec import structs
 
-from kvbridge.loopback.pools import POISON, Shape, describe, first_difference, prepare
+from kvbridge.loopback.pools import Shape, describe
+from testing.made_rows import POISON, first_difference, prepare
 
 GRAIN_TOKENS = 64  # windows begin at multiples of this, a block border for every block size used here
 

@@ -10,23 +10,21 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import torch
-from kvbridge_proto.engine import Done, Released
 from kvbridge_proto.peer import Route
 from msgspec import structs
 
 from ..device.handles import SHM
 from ..errors import OperatorError
-from ..loopback.engine import RequestRejected, SyntheticEngine
-from ..loopback.messages import offer_of, want_of
-from ..loopback.pools import DemoRequest, Shape, describe, rows_of, tables
+from ..loopback.engine import RequestRejected
+from ..loopback.pair import EnginePair, attached, zeros
+from ..loopback.pools import Shape
 from ..loopback.processes import AgentProcess, agents
 
 Agents = tuple[AgentProcess, AgentProcess]  # the sender's, the receiver's
@@ -91,16 +89,6 @@ class Pace:
         return self.share < self.floor
 
 
-class Side:
-    """One engine of a pair, with a prompt that fills its memory. `address` is its agent's."""
-
-    def __init__(self, agent: AgentProcess, shape: Shape, tokens: int, regions: list[torch.Tensor]) -> None:
-        self.address, self.shape = agent.address, shape
-        self.table = tables(shape, [DemoRequest(name="all", tokens=tokens)])["all"]
-        layers = shape.layers_apart if len(regions) > 1 else (None,)
-        self.engine = SyntheticEngine(agent.socket, describe(shape, 0, layers), regions)
-
-
 class Bench:
     """The memory to measure with: that of two engines, and of a copy between the same `devices`.
 
@@ -120,11 +108,10 @@ class Bench:
         self._devices = devices
         self._tokens = largest // SENDER.token_bytes
         regions = SENDER.layers if kind == "cuda" else 1
-        self._memory = [[_bytes(largest // regions, device) for _ in range(regions)] for device in devices]
-        self._copied = [_bytes(largest, device) for device in devices]
+        self._memory = [zeros(largest, regions, device) for device in devices]
+        self._copied = [zeros(largest, 1, device)[0] for device in devices]
         for region in self._memory[0]:
             region.view(torch.int64).random_()
-        self._numbers = count()
 
     @contextmanager
     def agents(self, routes: Sequence[Route], net_devices: str) -> Iterator[dict[Route, Agents]]:
@@ -149,65 +136,32 @@ class Bench:
         Raises OperatorError (`demo_engine`) with what an agent said, or with the place of wrong bytes.
         """
         for pools, shape in RECEIVERS.items():
+            for region in self._memory[1]:
+                region.zero_()  # remove what an earlier route brought
+            shapes = [structs.replace(each, blocks=self._tokens // each.block_tokens) for each in (SENDER, shape)]
             try:
-                with self._attached(between, shape) as (sender, receiver):
+                with attached(between, shapes, self._memory) as pair:
                     for size_bytes in self.sizes:
                         begun(pools, size_bytes)
-                        yield self._pace(route, pools, size_bytes, sender, receiver, seconds)
-                    if wrong := _difference(sender, receiver, self._tokens):
+                        yield self._pace(route, pools, size_bytes, pair, seconds)
+                    # only the largest request has the last tokens
+                    if wrong := pair.difference(range(self._tokens - LOOKED_AT, self._tokens)):
                         raise RequestRejected(wrong)
             except RequestRejected as error:
                 raise OperatorError("demo_engine", f"{pools} pools: {error}") from None
 
-    @contextmanager
-    def _attached(self, between: Agents, shape: Shape) -> Iterator[tuple[Side, Side]]:
-        for region in self._memory[1]:
-            region.zero_()  # remove what an earlier route brought
-        _wait(self._devices)
-        sides = [
-            Side(agent, structs.replace(each, blocks=self._tokens // each.block_tokens), self._tokens, regions)
-            for agent, each, regions in zip(between, (SENDER, shape), self._memory, strict=True)
-        ]
-        with closing(sides[0].engine), closing(sides[1].engine):
-            for side in sides:
-                side.engine.join((side.address,))
-            yield sides[0], sides[1]
-            for side in sides:
-                side.engine.detach()
-
-    def _pace(
-        self,
-        route: Route,
-        pools: Pools,
-        size_bytes: int,
-        sender: Side,
-        receiver: Side,
-        seconds: float,
-    ) -> Pace:
+    def _pace(self, route: Route, pools: Pools, size_bytes: int, pair: EnginePair, seconds: float) -> Pace:
         tokens = size_bytes // SENDER.token_bytes
         for _ in range(2):  # sessions open, memory is registered, kernels are compiled, with and without a digest
-            self._carry(tokens, sender, receiver)
+            pair.carry(tokens)
         took, copies = list[float](), list[float]()
         ends = time.monotonic() + seconds
         while len(took) < LEAST_CARRIES or (time.monotonic() < ends and len(took) < MOST_CARRIES):
-            took.append(self._carry(tokens, sender, receiver))
+            took.append(pair.carry(tokens)[0])
             copies.append(self._copy(size_bytes))
         floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS[route]
         floor = floor if size_bytes == max(self.sizes) else 0.0
         return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
-
-    def _carry(self, tokens: int, sender: Side, receiver: Side) -> float:
-        """Seconds from the want to its end. The offer is made before."""
-        name = f"r{next(self._numbers)}"
-        offered, size = sender.table[: -(-tokens // SENDER.block_tokens)], receiver.shape.block_tokens
-        want = want_of(name, sender.address, range(tokens), receiver.table, size)
-        sender.engine.client.send(offer_of(name, tokens, offered))
-        began = time.perf_counter()
-        receiver.engine.client.send(want)
-        receiver.engine.ended(Done, (name,))
-        took = time.perf_counter() - began
-        sender.engine.ended(Released, (name,))
-        return took
 
     def _copy(self, size_bytes: int) -> float:
         sender, target = (memory[:size_bytes] for memory in self._copied)
@@ -224,23 +178,6 @@ def free_bytes(device: str) -> int:
         return torch.cuda.mem_get_info(device)[0]
     shared, page_bytes = os.statvfs(SHM), os.sysconf("SC_PAGE_SIZE")
     return min(shared.f_bavail * shared.f_frsize, os.sysconf("SC_AVPHYS_PAGES") * page_bytes)
-
-
-def _bytes(size_bytes: int, device: str) -> torch.Tensor:
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-
-
-def _difference(sender: Side, receiver: Side, tokens: int) -> str:
-    """Where the receiver's rows differ from the sender's, or "".
-
-    Compares the last tokens, which only the largest request has.
-    """
-    looked_at = range(tokens - LOOKED_AT, tokens)
-    ours, theirs = (rows_of(side.engine.regions, side.shape, side.table, looked_at) for side in (sender, receiver))
-    for (place, sent), (_, came) in zip(ours, theirs, strict=True):
-        if not torch.equal(sent, came.to(sent.device)):
-            return f"{place}: rows are not those that were sent"
-    return ""
 
 
 def _wait(devices: Sequence[str]) -> None:

@@ -1,7 +1,4 @@
-"""Synthetic pools: the pool that an engine of a given shape would attach, and the expected value of every element.
-
-A value is made from its (layer, part, head, token, element), so a value in the wrong place shows.
-"""
+"""Synthetic pools: the pool that an engine of a given shape would attach, and where its rows are."""
 
 from __future__ import annotations
 
@@ -11,12 +8,9 @@ import msgspec
 import torch
 from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
-from ..values import Value
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 BITS = {1: torch.uint8, 2: torch.int16}  # integers of as many bytes
 PARTS = ("k", "v")
-POISON = 0xA5
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,29 +48,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def layers_apart(self) -> tuple[int | None, ...]:
         """The layer of each region if every layer has its own, as on a GPU. (None,) if one region holds all."""
         return tuple(range(self.layers)) if self.axes.startswith("L") else (None,)
-
-
-class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt. The receiver already has the tokens before `first_token`."""
-
-    name: str
-    tokens: int
-    first_token: int = 0
-    seed: int = 0
-
-
-class DemoRows(Value):
-    """What `put` writes into one plane: values [T, H, E] at blocks [T] and offsets [T]."""
-
-    plane: torch.Tensor
-    blocks: torch.Tensor
-    offsets: torch.Tensor
-    values: torch.Tensor
-
-    def put(self) -> None:
-        """Write the values. On a GPU this only enqueues."""
-        bits = BITS[self.values.itemsize]  # not every torch has an index_put for fp8
-        self.plane.view(bits)[self.blocks, self.offsets] = self.values.view(bits)
 
 
 def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) -> Pool:
@@ -124,70 +95,22 @@ def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) 
     )
 
 
-def tables(shape: Shape, requests: list[DemoRequest]) -> dict[str, list[int]]:
-    """The blocks of every request, scattered over the pool as after a day of serving. The same on every rank."""
-    free = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(shape.block_tokens)).tolist()
-    return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
-
-
-def prepare(
-    memory: torch.Tensor,
-    shape: Shape,
-    rank: int,
-    table: Sequence[int] | torch.Tensor,
-    tokens: torch.Tensor,
-    codec: CodecName,
-    layer: int | None = None,
-    seed: int = 0,
-    has_zeros: bool = False,
-) -> Iterator[DemoRows]:
-    """The rows of these tokens of a prompt, plane by plane, as they must be after a transfer from an engine of `codec`.
-
-    `memory` holds that `layer`, or all of them. `table` has the blocks of the whole prompt. With `has_zeros`, the draft
-    model's rows are zeros, as if that engine had none.
-    """
-    device = memory.device
-    blocks = torch.as_tensor(table, device=device)[tokens // shape.block_tokens]
-    offsets = tokens % shape.block_tokens
-    heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads, device=device)
-    for of_layer, index, plane in _planes(memory, shape, layer):
-        values = _values(of_layer, index, heads, tokens, shape.width, seed).to(DTYPES[codec])
-        if has_zeros and of_layer >= shape.layers - shape.drafts:
-            values = torch.zeros_like(values)
-        yield DemoRows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
+def scattered(shape: Shape) -> list[int]:
+    """All its blocks, in an order as after a day of serving. The same on every rank."""
+    return torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(shape.block_tokens)).tolist()
 
 
 def rows_of(
     regions: Sequence[torch.Tensor], shape: Shape, table: list[int], tokens: range
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """These tokens of a request on rank 0: for each plane its name, and its rows as integers [T, H, E]."""
+) -> Iterator[tuple[str, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    """These tokens of a request on rank 0: for each plane its name, its integers, and the index of the rows in it."""
     bits = BITS[DTYPES[shape.codec].itemsize]
     layers = range(shape.layers) if len(regions) > 1 else (None,)
     for layer, memory in zip(layers, regions, strict=True):
         at = torch.arange(tokens.start, tokens.stop, device=memory.device)
         blocks = torch.tensor(table, device=memory.device)[at // shape.block_tokens]
-        for of_layer, index, plane in _planes(memory, shape, layer):
-            yield f"layer {of_layer} {PARTS[index]}", plane.view(bits)[blocks, at % shape.block_tokens]
-
-
-def first_difference(
-    found: torch.Tensor, expected: torch.Tensor, shape: Shape, rank: int, layer: int | None = None
-) -> str:
-    """Describes where two memories of this shape first differ; empty if nowhere."""
-    if torch.equal(found, expected):
-        return ""
-    bits = BITS[DTYPES[shape.codec].itemsize]
-    pairs = zip(_planes(found, shape, layer), _planes(expected, shape, layer), strict=True)
-    for (of_layer, index, ours), (_, _, wanted) in pairs:
-        wrong = (ours.view(bits) != wanted.view(bits)).nonzero()
-        if len(wrong):
-            block, token, head, element = wrong[0].tolist()
-            place = (
-                f"layer {of_layer} {PARTS[index]} head {head + rank * shape.local_heads} block {block} token {token}"
-            )
-            values = f"{ours[block, token, head, element]}, expected {wanted[block, token, head, element]}"
-            return f"{len(wrong)} elements differ, first at {place} element {element}: {values}"
-    return "memory outside of the planes differs"
+        for of_layer, index, plane in planes_in(memory, shape, layer):
+            yield f"layer {of_layer} {PARTS[index]}", plane.view(bits), (blocks, at % shape.block_tokens)
 
 
 def _strides(shape: Shape) -> dict[str, int]:
@@ -206,7 +129,7 @@ def _strides(shape: Shape) -> dict[str, int]:
     return strides
 
 
-def _planes(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+def planes_in(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Every plane of one layer, or of all, as [block, token, head, element]."""
     typed = memory.view(DTYPES[shape.codec])
     strides = {axis: size // typed.itemsize for axis, size in _strides(shape).items()}
@@ -215,20 +138,3 @@ def _planes(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[t
         for index in range(len(PARTS)):
             offset = place * strides["L"] + index * strides["P"]
             yield of_layer, index, typed.as_strided(size, tuple(strides[axis] for axis in "BTHE"), offset)
-
-
-def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, width: int, seed: int) -> torch.Tensor:
-    """Values in [-8, 8), fp32 [T, H, E], each made from its coordinates."""
-    rows = (tokens[:, None] * 1009 + heads[None, :] * 9176 + layer * 40503 + part * 30011 + seed * 7919) & 0xFFFF
-    mixed = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32, device=rows.device) * 13849
-    mixed = (mixed ^ (mixed >> 7)) & 0xFFFF
-    return mixed.float() / 4096 - 8
-
-
-def _quantized(values: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The reference conversion: fp32, round to nearest even; 8 bits saturate."""
-    numbers, dtype = values.float() / (shape.scale or 1.0), DTYPES[shape.codec]
-    if dtype.itemsize > 1:
-        return numbers.to(dtype)
-    largest = torch.finfo(dtype).max
-    return numbers.clamp(-largest, largest).to(dtype)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import OperatorError
-from .processes import tail
 
 HEALTH_S = 5.0
 # The environment of an engine on a CPU. Without the first two, steps stall for 200 ms at random on a two-core machine.
@@ -99,6 +98,3 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-    def tail(self, lines: int = 60) -> str:
-        return tail(self.log, lines)

@@ -23,9 +23,10 @@ from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from kvbridge.loopback.engine import Job, JobEngine
-from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, first_difference, prepare, tables
+from kvbridge.loopback.pools import Shape, describe
 from testing.agents import PYTHON
+from testing.job_engine import DemoRequest, Job, JobEngine, tables
+from testing.made_rows import POISON, first_difference, prepare
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape(name="small", axes="LPBTHE", block_tokens=16, blocks=12, layers=2, kv_heads=4, width=8)

@@ -16,9 +16,9 @@ import pytest
 from rich.progress import Progress
 
 from demo.run import PAIRS
-from kvbridge.loopback.engine import Job
-from kvbridge.loopback.pools import DemoRequest, Shape
+from kvbridge.loopback.pools import Shape
 from kvbridge.loopback.processes import agents
+from testing.job_engine import DemoRequest, Job
 from testing.jobs import PairOutcome, carry
 from testing.late_job import LateJob
 
