@@ -22,7 +22,7 @@ from kvbridge_proto.status import (
     TransferStatus,
     problems,
 )
-from msgspec import structs
+from msgspec import convert, structs
 
 from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
@@ -153,16 +153,7 @@ def page(status: Status) -> StatusPage:
         uptime_s=status.uptime_s,
         device=status.device,
         problems=problems(status),
-        engine=None
-        if engine is None
-        else PageEngine(
-            engine=engine.engine,
-            model=engine.model,
-            model_key=engine.model_key,
-            shard=engine.shard,
-            traits=engine.traits,
-            size=engine.size,
-        ),
+        engine=None if engine is None else convert(engine, PageEngine, from_attributes=True),
         receive_slots=status.receive_slots,
         send_slots=status.send_slots,
         peers=tuple(map(_page_peer, status.peers)),
@@ -176,18 +167,8 @@ def page(status: Status) -> StatusPage:
 
 def _page_peer(peer: PeerStatus) -> PagePeer:
     role, _, state = peer.state.partition(" ")
-    return PagePeer(
-        name=peer.name,
-        address=_without_key(peer.address),
-        role=role,
-        state=state,
-        route=peer.route_name,
-        bytes_per_s=peer.bytes_per_s,
-        carried=peer.carried,
-        carried_bytes=peer.carried_bytes,
-        carried_s=peer.carried_s,
-        verdict=peer.verdict,
-    )
+    changed = {"address": _without_key(peer.address), "role": role, "state": state, "route": peer.route_name}
+    return convert(structs.asdict(peer) | changed, PagePeer)
 
 
 def _page_refusal(refusal: RefusalStatus) -> RefusalStatus:

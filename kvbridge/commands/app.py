@@ -19,7 +19,7 @@ from ..doctor.entries import check_names
 from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
-from .console import write_reasons
+from .console import shown, write_reasons
 
 USAGE = (  # these need another command line or other settings: trying again does not help
     "bad_option",
@@ -245,7 +245,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option_flags(name: str) -> list[inspect.Parameter]:
     default = defaults()[name]
-    text, panel = f"{options()[name]}. Default: {_shown(default)}", section_of(name)
+    text, panel = f"{options()[name]}. Default: {shown(default)}", section_of(name)
     if isinstance(default, bool):
         # Two flags, not a pair: at 80 columns a column for the other one leaves no room for what options are for.
         on = typer.Option(flag_of(name), help=text, rich_help_panel=panel)
@@ -287,19 +287,12 @@ def _shape(default: Any) -> str:
     return "TEXT"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple | str) and not value:
-        return "empty"
-    if value is None:
-        return "by device"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-SOCKETS = typer.Option(
-    help="An agent's unix socket; may be repeated. Default: all in /run/kvbridge and beside KVBRIDGE_SOCKET."
-)
+Sockets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="An agent's unix socket; may be repeated. Default: all in /run/kvbridge and beside KVBRIDGE_SOCKET."
+    ),
+]
 POOL = typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
 LABELS = typer.Option("--labels", help="Print labels for the attached engine's pod instead.")
 PROBE = typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
@@ -312,7 +305,7 @@ FLEET = typer.Option(
 
 
 def status(
-    socket: Annotated[list[str] | None, SOCKETS] = None,
+    socket: Sockets = None,
     pool: Annotated[bool, POOL] = False,
     labels: Annotated[bool, LABELS] = False,
     probe: Annotated[bool, PROBE] = False,
@@ -360,9 +353,7 @@ def trace(
         str,
         typer.Argument(help="The client's id, an engine's, a rendezvous id or a transfer. Default: the slowest fetch."),
     ] = "",
-    socket: Annotated[
-        list[str] | None, typer.Option(help="An agent's unix socket; may be repeated. Default: as `kvbridge status`.")
-    ] = None,
+    socket: Sockets = None,
     saved: Annotated[
         list[Path] | None,
         typer.Option("--with", help="What --json printed on another host; may be repeated.", dir_okay=False),
@@ -392,9 +383,7 @@ def trace(
 
 
 def release(
-    socket: Annotated[
-        list[str] | None, typer.Option(help="An agent's unix socket; may be repeated. Default: as `kvbridge status`.")
-    ] = None,
+    socket: Sockets = None,
 ) -> None:
     """Give prefill engines the blocks back that hold prompts which no decode engine has claimed.
 

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from ..config import FILES_OF_KEYS, Given, resolve
 from ..errors import KVBridgeError
-from ..oneline import plain
 from ..options import AgentConfig, defaults
-from .console import stdout, write
+from .console import add, shown, stdout, write
 
 NOT_SHOWN = "(not shown: no such file, so it may be a key itself)"
 
@@ -61,17 +59,6 @@ def _table(config: AgentConfig, given: Mapping[str, Given]) -> Table:
     table.add_column("from", overflow="fold")
     for name, each in described(config, given).items():
         is_default = each["origin"] == "default"
-        row = (name, _shown(each["value"]), "default" if is_default else each["place"])
-        table.add_row(*(Text(plain(cell)) for cell in row), style="dim" if is_default else "")
+        row = (name, shown(each["value"]), "default" if is_default else each["place"])
+        add(table, *row, style="dim" if is_default else "")
     return table
-
-
-def _shown(value: Any) -> str:
-    match value:
-        case None:
-            return "by device"
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return ", ".join(map(str, value)) or "empty"
-    return str(value) or "empty"

@@ -8,8 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..oneline import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 WIDE = 200  # columns if it is no terminal, so that grep sees whole lines
 
@@ -20,6 +24,29 @@ def stdout() -> Console:
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
     return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def text_of(cell: str, style: str = "") -> Text:
+    """Plain text: peers choose their names, which may be rich's markup or a terminal's commands."""
+    from rich.text import Text
+
+    return Text(plain(cell), style=style)
+
+
+def add(table: Table, *cells: str, style: str = "") -> None:
+    table.add_row(*map(text_of, cells), style=style)
+
+
+def shown(value: Any) -> str:
+    """The value of an option, as a flag takes it."""
+    match value:
+        case None:
+            return "by device"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ",".join(map(str, value)) or "empty"
+    return str(value) or "empty"
 
 
 def write(answer: Any) -> None:

@@ -19,10 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import OperatorError
-from ..oneline import plain
 from ..transport.listed import ServiceName, read_entry, read_list
 from ..transport.names import MOST_LOOKUPS, Names
-from .console import stdout, write
+from .console import add, stdout, write
 
 PAGE_ANSWER_S = 1.5  # for one agent: its name, its connection and its page
 PROMETHEUS = "prometheus="
@@ -284,19 +283,19 @@ def _sections(
 ) -> Iterator[RenderableType]:
     agents = _table()
     for line in sorted((_line(*each) for each in answers.items()), key=lambda line: (line[1] == "healthy", line[0])):
-        _add(agents, *line)
+        add(agents, *line)
     yield agents
     for title, pairs in (("no session", refused), ("named by requests, and nobody is there", in_vain)):
         if pairs:
             table = _table()
             for each in pairs:
                 ago = f"{each.age_s:.0f} s ago"
-                _add(table, f"{each.receiver} from {each.sender}", ago, f"{each.code}: {each.reason}")
+                add(table, f"{each.receiver} from {each.sender}", ago, f"{each.code}: {each.reason}")
             yield from (Text(title, style="bold"), table)
     if routes:
         slow = _table()
         for route in routes:
-            _add(slow, f"{route.receiver} from {route.sender}", route.route, f"{route.bytes_per_s / 1e9:.3g} GB/s")
+            add(slow, f"{route.receiver} from {route.sender}", route.route, f"{route.bytes_per_s / 1e9:.3g} GB/s")
         yield from (Text("slowest routes", style="bold"), slow)
 
 
@@ -321,8 +320,3 @@ def _fetched(page: StatusPage) -> str:
 
 def _table() -> Table:
     return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
-
-
-def _add(table: Table, *cells: str) -> None:
-    """A row of plain text: agents choose their names, which may be markup or a terminal's commands."""
-    table.add_row(*(Text(plain(cell)) for cell in cells))

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from ..errors import OperatorError
 from ..local_agents import ask, ask_pool, found, raise_any, tried
-from ..oneline import plain
-from .console import stdout, write
+from .console import add, stdout, text_of, write
 
 LABELS = "kvbridge/"  # before the name of each label
 SCREEN_S = 1.0
@@ -82,7 +81,7 @@ def _seen(named: Sequence[str]) -> list[RenderableType]:
     try:
         return _answered(tried(ask, named or found()))
     except OperatorError as error:
-        return [_plain(str(error))]
+        return [text_of(str(error))]
 
 
 def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
@@ -99,14 +98,14 @@ def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableTy
     healthy = 0
     for path, answer in answers.items():
         if isinstance(answer, OperatorError):
-            _add(table, PurePath(path).stem, f"NOT HEALTHY: {answer}", "", "")
+            add(table, PurePath(path).stem, f"NOT HEALTHY: {answer}", "", "")
             continue
         found = problems(answer)
         healthy += not found
         own = answer.engine
         engine = f"{' '.join(own.engine.split()[:2])} {own.shard}" if own else ""  # without its id, which is long
         work = f"{_number(answer.peers, 'peer')}, {_number(answer.transfers, 'transfer')}"
-        _add(table, answer.agent.name, f"NOT HEALTHY: {'; '.join(found)}" if found else "healthy", engine, work)
+        add(table, answer.agent.name, f"NOT HEALTHY: {'; '.join(found)}" if found else "healthy", engine, work)
     verdict = f"{healthy} of {_number(answers, 'agent')} healthy"
     return [_title(verdict), _indented(table)]
 
@@ -179,28 +178,28 @@ def rendered(status: Status) -> RenderableType:
 def _failpoints(status: Status) -> list[RenderableType]:
     """Shown first: an agent that was started to fail must not be taken for a healthy one."""
     armed = ", ".join(status.failpoints)
-    return [_plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {armed}")] if armed else []
+    return [text_of(f"FAILPOINTS ARE ON, this agent fails on purpose: {armed}")] if armed else []
 
 
 def _agent(status: Status) -> list[RenderableType]:
     rows = _pairs()
     agent, engine = status.agent, status.engine
-    _add(rows, "name", f"{agent.name} (kvbridge {agent.version}, incarnation {agent.incarnation})")
-    _add(rows, "state", f"{status.state}, up {status.uptime_s:.0f} s")
-    _add(rows, "address", agent.address)
-    _add(rows, "links", status.security)
-    _add(rows, "metrics", status.metrics or "off")
-    _add(rows, "device", status.device)
+    add(rows, "name", f"{agent.name} (kvbridge {agent.version}, incarnation {agent.incarnation})")
+    add(rows, "state", f"{status.state}, up {status.uptime_s:.0f} s")
+    add(rows, "address", agent.address)
+    add(rows, "links", status.security)
+    add(rows, "metrics", status.metrics or "off")
+    add(rows, "device", status.device)
     if status.still_s > STILL_S:
-        _add(rows, "data thread", f"has not come round for {status.still_s:.0f} s")
-    _add(rows, "fabric", status.fabric)
+        add(rows, "data thread", f"has not come round for {status.still_s:.0f} s")
+    add(rows, "fabric", status.fabric)
     if engine is None:
-        _add(rows, "engine", "none attached")
+        add(rows, "engine", "none attached")
     else:
-        _add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}, protocol {engine.protocol}")
+        add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}, protocol {engine.protocol}")
         size = f"{engine.pool_bytes / 2**20:.1f} MiB in {engine.planes} planes"
-        _add(rows, "pool", f"{engine.model}, {engine.shard}, {size}")
-        _add(rows, "model key", engine.model_key)
+        add(rows, "pool", f"{engine.model}, {engine.shard}, {size}")
+        add(rows, "model key", engine.model_key)
     return [_title("agent"), _indented(rows)]
 
 
@@ -208,10 +207,10 @@ def _slots(status: Status) -> list[RenderableType]:
     columns = SlotCounts.__struct_fields__
     table = _table("", *columns, numbers=columns)
     for name, counts in (("receive_slots", status.receive_slots), ("send_slots", status.send_slots)):
-        _add(table, name, *(str(getattr(counts, column)) for column in columns))
+        add(table, name, *(str(getattr(counts, column)) for column in columns))
     parts: list[RenderableType] = [_title(f"slots of {status.slot_bytes / 2**20:g} MiB"), _indented(table)]
     if status.rebuild_refused:
-        parts.append(_indented(_plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")))
+        parts.append(_indented(text_of(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")))
     return parts
 
 
@@ -226,14 +225,14 @@ def _peer(peer: PeerStatus) -> list[RenderableType]:
     rows = _pairs()
     for name in ("state", "protocol", "address", "key", "route", "verdict"):
         if value := getattr(peer, name):
-            _add(rows, name, str(value))
-    return [_indented(_plain(peer.name or "(no handshake yet)")), _indented(rows, 4)]
+            add(rows, name, str(value))
+    return [_indented(text_of(peer.name or "(no handshake yet)")), _indented(rows, 4)]
 
 
 def _refusals(status: Status) -> list[RenderableType]:
     table = _table("when", "peer", "why", numbers=("when",))
     for each in status.refusals:
-        _add(table, f"{each.age_s:,.0f} s ago", each.address, f"{each.code}: {each.reason}")
+        add(table, f"{each.age_s:,.0f} s ago", each.address, f"{each.code}: {each.reason}")
     return _section("no session with", table)
 
 
@@ -241,7 +240,7 @@ def _transfers(status: Status) -> list[RenderableType]:
     table = _table("role", "state", "chunks", "age", "request, peer", numbers=("chunks", "age"))
     for each in status.transfers[:ROWS]:
         done = f"{each.chunks} being read" if each.chunks_done is None else f"{each.chunks_done}/{each.chunks}"
-        _add(table, each.role, each.state, done, f"{each.age_s:.1f} s", f"{each.request}, {each.peer}")
+        add(table, each.role, each.state, done, f"{each.age_s:.1f} s", f"{each.request}, {each.peer}")
     return _section("transfers", table, status.transfers)
 
 
@@ -251,7 +250,7 @@ def _offers(status: Status) -> list[RenderableType]:
     table = _table("state", *numbers, "request, who asked", numbers=numbers)
     for each in status.offers[:ROWS]:
         who = f"{each.request}, {each.peer or 'nobody'}"
-        _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
+        add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
     return _section("offers", table, status.offers)
 
 
@@ -261,7 +260,7 @@ def _readers(status: Status) -> list[RenderableType]:
     table = _table(*numbers, "agent", numbers=numbers)
     for each in status.readers[:ROWS]:
         late = "" if each.over_s is None else f", to be closed for {each.over_s:.1f} s"
-        _add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
+        add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
     return _section("readers of our engine's memory", table, status.readers)
 
 
@@ -270,25 +269,25 @@ def _prompts(status: Status) -> list[RenderableType]:
     rows, counts = _pairs(), status.prompts
     fetched, both = counts.fetched_tokens, counts.fetched_tokens + counts.computed_tokens
     if both:
-        _add(rows, "came by the bridge", f"{fetched:,} of {both:,} prompt tokens ({fetched / both:.1%})")
+        add(rows, "came by the bridge", f"{fetched:,} of {both:,} prompt tokens ({fetched / both:.1%})")
     if counts.computed:
-        _add(rows, "computed here", f"{sum(counts.computed.values()):,} prompts: {_each(counts.computed)}")
+        add(rows, "computed here", f"{sum(counts.computed.values()):,} prompts: {_each(counts.computed)}")
     if counts.released:
         others = {code: count for code, count in counts.released.items() if code != "served"}
         taken = f"{counts.released.get('served', 0):,} fetched{f'; {_each(others)}' if others else ''}"
-        _add(rows, "offered", f"{sum(counts.released.values()):,} prompts: {taken}")
+        add(rows, "offered", f"{sum(counts.released.values()):,} prompts: {taken}")
     return _section("prompts", rows)
 
 
 def _errors(status: Status) -> list[RenderableType]:
     table = _table("when", "what", numbers=("when",), show_header=False)
     for error in reversed(status.errors):
-        _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
+        add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
     return _section("last errors", table)
 
 
 def _left_out(rows: Sized) -> list[RenderableType]:
-    return [_indented(_plain(f"and {len(rows) - ROWS:,} more; --json has them all"))] if len(rows) > ROWS else []
+    return [_indented(text_of(f"and {len(rows) - ROWS:,} more; --json has them all"))] if len(rows) > ROWS else []
 
 
 def _each(counts: Mapping[str, int]) -> str:
@@ -300,7 +299,7 @@ def _counters(status: Status) -> list[RenderableType]:
     table = _table("count", "what", numbers=("count",), show_header=False)
     for name, value in sorted(status.counters.items()):
         if value:
-            _add(table, f"{value:,.0f}", name)
+            add(table, f"{value:,.0f}", name)
     return _section("counters", table)
 
 
@@ -310,7 +309,7 @@ def _section(title: str, table: Table, rows: Sized = ()) -> list[RenderableType]
 
 
 def _title(text: str) -> Text:
-    return Text(_plain(text).plain, style="bold")
+    return text_of(text, style="bold")
 
 
 def _table(*columns: str, numbers: Container[str], show_header: bool = True) -> Table:
@@ -333,12 +332,3 @@ def _pairs(values: int = 1) -> Table:
 
 def _indented(part: RenderableType, columns: int = 2) -> Padding:
     return Padding(part, (0, 0, 0, columns), expand=False)  # else each line ends in blanks up to the console's width
-
-
-def _add(table: Table, *cells: str) -> None:
-    """A row of plain text: peers choose their names, which may be rich's markup or a terminal's commands."""
-    table.add_row(*(_plain(cell) for cell in cells))
-
-
-def _plain(text: str) -> Text:
-    return Text(plain(text))

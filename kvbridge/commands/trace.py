@@ -17,9 +17,8 @@ from rich.text import Text
 from ..agent.journal import belongs, followed, meant, names_beside
 from ..errors import OperatorError
 from ..local_agents import ask_trace, found, raise_any, tried
-from ..oneline import plain
 from ..values import Value
-from .console import stdout, write
+from .console import add, stdout, text_of, write
 
 MOST_ASKINGS = 8  # each answer may bring other names of the request, under which more agents may know it
 MOST_LISTED = 16  # requests, where several have the id
@@ -138,7 +137,7 @@ def _told(
 def _title(request: str, events: Sequence[Event]) -> Text:
     first, last = events[0].entry.at_s, events[-1].entry.at_s
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) + f".{int(first % 1 * 1000):03d}"
-    return Text(plain(f"{request}: {(last - first) * 1e3:.2f} ms from {began}"), style="bold")
+    return text_of(f"{request}: {(last - first) * 1e3:.2f} ms from {began}", style="bold")
 
 
 def timeline(events: Sequence[Event]) -> Table:
@@ -151,7 +150,7 @@ def timeline(events: Sequence[Event]) -> Table:
         entry = event.entry
         times = (f"{(entry.at_s - first) * 1e3:.2f}", f"{(entry.at_s - before) * 1e3:.2f}")
         cells = (*times, event.agent, entry.what, event.about, entry.text)
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+        add(table, *cells)
         before = entry.at_s
     return table
 

@@ -7,7 +7,6 @@ Runs on the loop, without a thread. With keys, a connection must prove one of th
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,8 +14,6 @@ import zmq
 from zmq.utils import z85
 
 from .keys import Keys
-
-log = logging.getLogger("kvbridge.auth")
 
 DOMAIN = b"kvbridge"
 ENDPOINT = "inproc://zeromq.zap.01"
