@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from kvbridge.loopback.pools import Shape, describe
+from kvbridge.loopback.pair import EnginePair, Side, zeros
+from kvbridge.loopback.pools import Shape, describe, rows_of
 from testing.agents import PYTHON
 from testing.job_engine import DemoRequest, Job, JobEngine, tables
 from testing.made_rows import POISON, first_difference, prepare
@@ -98,6 +100,28 @@ def test_verify_says_where_it_is_wrong() -> None:
     rows = SMALL.kv_heads * SMALL.width * 2
     receiver.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
     assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in receiver.verify()
+
+
+def test_doctor_and_bench_find_a_row_that_is_wrong_and_a_byte_beside_all_rows(tmp_path: Path) -> None:
+    """Between other layouts. Nobody listens at the agents' sockets: the rows are copied here."""
+    shapes = [SMALL, Shape(name="hnd", axes="LPBHTE", block_tokens=8, blocks=24, layers=2, kv_heads=4, width=8)]
+    agent = SimpleNamespace(address="", socket=str(tmp_path / "none"))
+    sender, receiver = sides = [Side(agent, each, zeros(each.rank_bytes, 1, "cpu")) for each in shapes]  # type: ignore[arg-type]
+    pair, tokens = EnginePair(*sides), range(40)
+    sender.engine.regions[0].random_(1, 256)
+    planes = [rows_of(side.engine.regions, side.shape, side.table, tokens) for side in sides]
+    for (_, sent, at), (_, came, there) in zip(*planes, strict=True):
+        came[there] = sent[at]
+    assert pair.difference(tokens) == ""
+    (memory,) = receiver.engine.regions
+    place = int(memory.nonzero()[-1])
+    memory[place] ^= 1
+    assert pair.difference(tokens) == "layer 1 v: rows are not those that were sent"
+    assert pair.beside(range(39)) and pair.beside(tokens) == "" and not memory.any()
+    memory[int(receiver.table[-1]) * 8 * 4 * 8 * 2] = 1  # a block of no request: layer 0 k
+    assert pair.beside(tokens) == "memory of no request was written"
+    for side in sides:
+        side.engine.close()
 
 
 @pytest.mark.timeout(400)
