@@ -1,4 +1,4 @@
-"""Starts SGLang as `demo.sglang_cpu` does, with attention that is parallel over data (`--enable-dp-attention`).
+"""Starts SGLang on a CPU, as `kvbridge up --cpu` does, with attention parallel over data (`--enable-dp-attention`).
 
 SGLang has its way for CPUs, which it takes in its engine for CPUs alone.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .sglang_cpu import MAINS, main, stand_in
+from kvbridge.adapters.sglang.on_cpu import MAINS, main, stand_in
 
 
 def spread_attention() -> None:

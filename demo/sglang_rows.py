@@ -1,4 +1,4 @@
-"""Starts SGLang as `demo.sglang_cpu` does, and writes the KV rows of each prompt to the current folder.
+"""Starts SGLang as `kvbridge.adapters.sglang.on_cpu` does, and writes the KV rows of each prompt to the current folder.
 
 The prefill side writes them (`rows.write`) when it sends its last chunk, the decode side when it commits the transfer.
 """
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbridge.adapters.sglang.on_cpu import MAINS, main, stand_in
+
 from .rows import write
-from .sglang_cpu import MAINS, main, stand_in
 
 SENDS = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
 TAKES = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"

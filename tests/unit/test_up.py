@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.up import PlannedEngine, planned
+from kvbridge.commands.up import PlannedEngine, Side, planned, run
 from kvbridge.errors import OperatorError
 
+LOGS = Path("logs")
 
-def engines(gpus: str = "", is_cpu: bool = False) -> list[PlannedEngine]:
-    flags = {"prefill": "", "decode": "--kv-cache-dtype fp8"}
-    return planned({"prefill": 1, "decode": 2}, {"prefill": 2, "decode": 1}, flags, gpus, is_cpu, 8100)
+
+def engines(gpus: str = "", is_cpu: bool = False, prefill: str = "vllm", decode: str = "vllm") -> list[PlannedEngine]:
+    sides = Side("prefill", prefill, 1, 2, ""), Side("decode", decode, 2, 1, "--kv-cache-dtype fp8")
+    return planned(sides, gpus, is_cpu, 8100)
 
 
 def test_gpus_and_ports_are_dealt_in_order_prefill_first() -> None:
@@ -27,16 +29,43 @@ def test_gpus_and_ports_are_dealt_in_order_prefill_first() -> None:
 
 
 def test_engines_get_their_ranks_and_their_own_flags_last() -> None:
-    prefill, decode, _ = (each.command("python", "model", Path("logs")) for each in engines())
+    prefill, decode, _ = (each.command("python", "model", LOGS) for each in engines())
     assert prefill[prefill.index("--tensor-parallel-size") + 1] == "2" and "--kv-cache-dtype" not in prefill
     assert decode[-2:] == ["--kv-cache-dtype", "fp8"] and "--tensor-parallel-size" not in decode
     assert '"logs/decode-0-{rank}.sock"' in decode[-3]
 
 
+def test_sglang_gets_its_role_its_agents_and_a_bootstrap_port_behind_the_engines() -> None:
+    prefill, decode, other = engines(prefill="sglang", decode="sglang")
+    assert [each.place for each in (prefill, decode)] == [
+        "sglang=http://127.0.0.1:8100,bootstrap=8103",
+        "sglang=http://127.0.0.1:8101",
+    ]
+    command = prefill.command("python", "model", LOGS)
+    assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "model"]
+    for flag, value in {
+        "--tp-size": "2",
+        "--disaggregation-mode": "prefill",
+        "--disaggregation-bootstrap-port": "8103",
+    }.items():
+        assert command[command.index(flag) + 1] == value
+    assert decode.command("python", "model", LOGS)[-2:] == ["--kv-cache-dtype", "fp8"] and not decode.bootstraps
+    assert other.environment([], LOGS) == {
+        "KVBRIDGE_ENGINE_SOCKET": "logs/decode-1-{rank}.sock",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+
+
+def test_flags_for_all_are_refused_where_engines_take_different_ones(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="--prefill-flags and --decode-flags"):
+        run("model", engines(decode="sglang"), {}, "127.0.0.1:0", tmp_path / "logs", ["--dtype", "half"])
+    assert not (tmp_path / "logs").exists()
+
+
 def test_an_engine_sees_the_gpus_of_its_agents_also_if_we_do_not_see_all() -> None:
     prefill = engines("1,0,2,3")[0]
-    assert prefill.environment([])["CUDA_VISIBLE_DEVICES"] == "1,0"
-    assert prefill.environment(["4", "GPU-5"])["CUDA_VISIBLE_DEVICES"] == "GPU-5,4"
+    assert prefill.environment([], LOGS)["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert prefill.environment(["4", "GPU-5"], LOGS)["CUDA_VISIBLE_DEVICES"] == "GPU-5,4"
 
 
 @pytest.mark.parametrize("gpus", ["0,1,2", "0,1,2,3,4", "0,1,2,x", "0,1,2,"])

@@ -41,7 +41,7 @@ def vllms_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def sglang() -> Iterator[None]:
-    from demo.sglang_cpu import ENVIRONMENT, stand_in
+    from kvbridge.adapters.sglang.on_cpu import ENVIRONMENT, stand_in
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():

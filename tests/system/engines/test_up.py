@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
     started: list[subprocess.Popen[bytes]] = []
 
     def up(*flags: str, port: int = 0) -> subprocess.Popen[bytes]:
-        command = [PYTHON, "-m", "kvbridge.cli", "up", "model", "--cpu", "--python", sys.executable, "--logs", "l"]
-        command += ["--listen", f"127.0.0.1:{port or free_port()}", "--engine-port", str(_two_free())]
+        command = [PYTHON, "-m", "kvbridge.cli", "up", "model", "--cpu", "--vllm-python", sys.executable, "--logs", "l"]
+        command += ["--listen", f"127.0.0.1:{port or free_port()}", "--engine-port", str(_free_row())]
         with (tmp_path / "said").open("wb") as out:
             started.append(
                 subprocess.Popen(
@@ -48,12 +48,14 @@ def up(tmp_path: Path) -> Iterator[Up]:
         each.wait(MOST_S)
 
 
-def _two_free() -> int:
+def _free_row() -> int:
+    """The first of four free ports: of two engines, and where SGLang's are asked for their ranks."""
     while True:
         first = free_port()
-        with closing(socket.socket()) as second:
+        with ExitStack() as held:
             try:
-                second.bind(("127.0.0.1", first + 1))
+                for port in range(first + 1, first + 4):
+                    held.enter_context(closing(socket.socket())).bind(("127.0.0.1", port))
             except OSError:
                 continue
             return first

@@ -37,7 +37,7 @@ MARKS = (pytest.param("cpu", marks=pytest.mark.sglang), pytest.param("cuda:0", m
 @pytest.fixture(params=MARKS)
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu":
-        from demo.sglang_cpu import ENVIRONMENT, stand_in
+        from kvbridge.adapters.sglang.on_cpu import ENVIRONMENT, stand_in
 
         os.environ.update(ENVIRONMENT)
         stand_in()

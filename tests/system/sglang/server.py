@@ -21,7 +21,7 @@ from testing.http_server import HttpServer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = "kvbridge_test"
-LAUNCHERS = {"cpu": "demo.sglang_cpu", "cuda": "sglang.launch_server"}
+LAUNCHERS = {"cpu": "kvbridge.adapters.sglang.on_cpu", "cuda": "sglang.launch_server"}
 # As tests.system.gpu.sglang_pairs needs them; the torch backends need no compiler.
 GPU_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.85"),

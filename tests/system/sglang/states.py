@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from demo.sglang_cpu import stand_in
+from kvbridge.adapters.sglang.on_cpu import stand_in
 from tests.system.engines.states import GATED, SHORT_CONV, write_hybrid
 
 MODEL = {name: value for name, value in GATED.items() if name != "mlp_only_layers"}  # SGLang's have experts everywhere

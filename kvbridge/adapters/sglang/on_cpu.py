@@ -1,4 +1,4 @@
-"""Starts SGLang 0.5.23 on a CPU: `python -m demo.sglang_cpu` in place of `python -m sglang.launch_server`.
+"""Starts SGLang 0.5.23 on a CPU: `python -m kvbridge.adapters.sglang.on_cpu` for `python -m sglang.launch_server`.
 
 The registry has SGLang's packages for CUDA only. With a CPU build of torch two imports fail: torchvision's operators,
 and a rotary embedding of vLLM. Neither is ever called on a CPU. Stand-ins replace them, also in the processes that
