@@ -42,7 +42,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-class Engine(StrEnum):
+class EngineKind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
 
@@ -480,8 +480,8 @@ def up(
     extra: Annotated[
         list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="The engine's own flags, for all engines.")
     ] = None,
-    prefill_engine: Annotated[Engine, typer.Option(help="Which engine prefills.")] = Engine.VLLM,
-    decode_engine: Annotated[Engine, typer.Option(help="Which engine decodes.")] = Engine.VLLM,
+    prefill_engine: Annotated[EngineKind, typer.Option(help="Which engine prefills.")] = EngineKind.VLLM,
+    decode_engine: Annotated[EngineKind, typer.Option(help="Which engine decodes.")] = EngineKind.VLLM,
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode engines.")] = 1,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) of each prefill engine.")] = 1,
@@ -527,8 +527,8 @@ def up(
         from . import up as launcher
 
         sides = (
-            launcher.Side("prefill", prefill_engine.value, prefill, prefill_tp, prefill_flags),
-            launcher.Side("decode", decode_engine.value, decode, decode_tp, decode_flags),
+            launcher.PlannedSide("prefill", prefill_engine.value, prefill, prefill_tp, prefill_flags),
+            launcher.PlannedSide("decode", decode_engine.value, decode, decode_tp, decode_flags),
         )
         pythons = {"vllm": vllm_python, "sglang": sglang_python}
         launcher.run(model, launcher.planned(sides, gpus, cpu, engine_port), pythons, listen, logs, extra or [])

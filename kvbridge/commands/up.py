@@ -35,7 +35,7 @@ SGLANG_SIZES = ("--sleep-on-idle", "--mem-fraction-static", "0.5", "--max-total-
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PlannedSide:
     """The engines of one role: how many, of which kind (`vllm` or `sglang`), how many ranks each, and their flags."""
 
     role: str
@@ -52,7 +52,7 @@ class PlannedEngine:
     `bootstrap` is the port at which a prefill server of SGLang is asked for its ranks.
     """
 
-    side: Side
+    side: PlannedSide
     number: int
     port: int
     bootstrap: int
@@ -105,7 +105,7 @@ class PlannedEngine:
         return told | {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers)}
 
 
-def planned(sides: Sequence[Side], gpus: str, is_cpu: bool, port: int) -> list[PlannedEngine]:
+def planned(sides: Sequence[PlannedSide], gpus: str, is_cpu: bool, port: int) -> list[PlannedEngine]:
     """The engines, by role: sides, GPUs and ports in order. Pure. Raises OperatorError."""
     needed = sum(side.count * side.ranks for side in sides)
     given = gpus.split(",") if gpus else [str(number) for number in range(needed)]

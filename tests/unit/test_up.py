@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.up import PlannedEngine, Side, planned, run
+from kvbridge.commands.up import PlannedEngine, PlannedSide, planned, run
 from kvbridge.errors import OperatorError
 
 LOGS = Path("logs")
 
 
 def engines(gpus: str = "", is_cpu: bool = False, prefill: str = "vllm", decode: str = "vllm") -> list[PlannedEngine]:
-    sides = Side("prefill", prefill, 1, 2, ""), Side("decode", decode, 2, 1, "--kv-cache-dtype fp8")
+    sides = PlannedSide("prefill", prefill, 1, 2, ""), PlannedSide("decode", decode, 2, 1, "--kv-cache-dtype fp8")
     return planned(sides, gpus, is_cpu, 8100)
 
 
