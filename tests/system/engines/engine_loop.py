@@ -37,6 +37,7 @@ class Loop:
         self.buffer = b""
         self.dumps: dict[str, tuple[int, int, str]] = {}
         self.began: dict[str, float] = {}
+        self.first: dict[str, float] = {}  # of requests that have a token
         self.blocks: dict[str, list[list[int]]] = {}
         self.steps = 0
         self.nixl: list[dict[str, float]] = []
@@ -93,11 +94,12 @@ class Loop:
 
     def step(self) -> None:
         self.steps += 1
-        outputs = self.engine.step()
+        outputs, now = self.engine.step(), time.perf_counter()
         for output in outputs:
             if output.finished:
                 if (wanted := self.dumps.pop(output.request_id, None)) is not None:
                     self.dump(output.request_id, *wanted)  # now: the next step may give its blocks to another
+                began = self.began.pop(output.request_id)
                 self.say(
                     kind="finished",
                     request=output.request_id,
@@ -105,10 +107,13 @@ class Loop:
                     reason=str(output.outputs[0].finish_reason),
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens or 0,
-                    seconds=time.perf_counter() - self.began.pop(output.request_id),
+                    seconds=time.perf_counter() - began,
+                    first_s=self.first.pop(output.request_id, now) - began,
                 )
-        for request_id in self.scheduler.requests:
+        for request_id, request in self.scheduler.requests.items():
             self._remember(request_id)
+            if request.num_output_tokens:
+                self.first.setdefault(RANDOM.sub("", request_id), now)
         if not outputs and not self.scheduler.running:
             time.sleep(0.001)  # as vLLM's own loop does when nothing runs
 

@@ -53,8 +53,8 @@ class EngineConfig:
 class Result:
     """A finished request. `params` is what a proxy would hand on; `cached` counts prompt tokens not computed here.
 
-    `seconds` passed in the engine's process from handing it the request to its last token. `others` are the other
-    answers of a request for several.
+    `seconds` passed in the engine's process from handing it the request to its last token, `first_s` to its first.
+    `others` are the other answers of a request for several.
     """
 
     tokens: tuple[int, ...]
@@ -62,6 +62,7 @@ class Result:
     params: dict[str, Any] | None
     cached: int
     seconds: float
+    first_s: float
     others: tuple[tuple[int, ...], ...] = ()
 
 
