@@ -59,7 +59,7 @@ class Chats:
             for seed, (prefilled, decoded) in begun.items():
                 came, asked = self.receiver.engine.result(decoded, ANSWER_S), len(said[seed])
                 if not self.are_one:
-                    assert came.cached == asked - 1, f"turn {turn}: computed again: {came.cached} of {asked}"
+                    assert came.cached >= asked - 1, f"turn {turn}: computed again: {came.cached} of {asked}"
                 first_s = prefilled.seconds + (0.0 if self.are_one else came.first_s)
                 times = {"prefill_ms": prefilled.seconds * 1e3, "first_ms": first_s * 1e3}
                 found[seed].append({"tokens": asked, "cached": prefilled.cached} | times)
