@@ -24,7 +24,7 @@ from tests.system.gpu.pair_drive import Pair
 from tests.system.gpu.pair_engines import ALONE, ANSWER_S, VLLM, Engines, RunningVLLM
 from tests.system.gpu.pair_run import Found, Run, main
 
-KEEPS_S = 60.0
+KEEPS_S = 30.0  # longer than a turn, shorter than until the pair's next chats
 AT_ONCE = 4
 KV_BYTES = 5 << 30  # of an engine: chats at once and what is kept of them
 Turn = dict[str, Any]
@@ -131,6 +131,8 @@ class ChatRun(Run):
         for name in pairs:
             self.chats[name], self.said[name] = [], []
         for repeat in range(self.chosen.repeats + 1):
+            if repeat > 1 and self.spent_s > self.chosen.limit_s:
+                break
             seeds = range(77 + repeat * AT_ONCE, 77 + (repeat + 1) * AT_ONCE)
             for name in list(pairs)[:: 1 if repeat % 2 else -1]:
                 found, answers = pairs[name].chats(seeds, self.sizes)

@@ -160,7 +160,7 @@ class VLLM(Side):
     is_split: bool = False  # its ranks split the tokens of latents by decode context parallelism
     conv_order: str = "DS"  # of convolutions' rows in states; NixlConnector takes no other
     more: tuple[tuple[str, Any], ...] = ()  # any other engine arguments
-    keeps_s: float = 0.0  # how long it keeps answers for the next turn; NixlConnector 480 s
+    keeps_s: float = 0.0  # how long it keeps answers for the next turn
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -492,7 +492,11 @@ class Engines:
             device = "cpu" if self.is_cpu else "cuda"
             connector: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_buffer_device": device}
             if side.keeps_s:
-                connector["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True}
+                ttl_s = int(side.keeps_s)  # held so long, whoever else needs the memory
+                connector["kv_connector_extra_config"] = {
+                    "bidirectional_kv_xfer": True,
+                    "decoder_kv_blocks_ttl": ttl_s,
+                }
         else:
             connector = {
                 "kv_connector": "KVBridgeConnector",
