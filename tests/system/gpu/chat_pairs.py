@@ -131,8 +131,6 @@ class ChatRun(Run):
         for name in pairs:
             self.chats[name], self.said[name] = [], []
         for repeat in range(self.chosen.repeats + 1):
-            if repeat > 1 and self.spent_s > self.chosen.limit_s:
-                break
             seeds = range(77 + repeat * AT_ONCE, 77 + (repeat + 1) * AT_ONCE)
             for name in list(pairs)[:: 1 if repeat % 2 else -1]:
                 found, answers = pairs[name].chats(seeds, self.sizes)
