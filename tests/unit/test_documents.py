@@ -207,6 +207,12 @@ def history() -> set[str]:
     return {each[:7] for each in subprocess.check_output([*git, "rev-list", "HEAD"], text=True).split()}
 
 
+def test_every_file_of_figures_is_named_by_a_page() -> None:
+    """One that later figures replaced is in the history."""
+    told = "".join(PAGES.values())
+    assert [name for name in RESULTS if name.rpartition("/")[2] not in told] == []
+
+
 def test_nothing_that_is_built_or_fetched_is_committed() -> None:
     """One who clones would get it; make fetches it again."""
     history()
