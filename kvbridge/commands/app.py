@@ -562,7 +562,7 @@ DECODE = typer.Option(
 )
 ENGINES = typer.Option(
     help="Instead of both, a file with a line per engine, such as `prefill vllm=http://10.0.0.1:8000`. SIGHUP reads it "
-    "again: an engine that is no longer listed gets nothing new, and finishes what it has."
+    "again: an engine that is no longer listed gets nothing new. Its streams go on at another one where they can."
 )
 PREFILL_TIMEOUT = typer.Option(
     "--prefill-timeout-s", min=0.1, metavar=SECONDS, help="How long a prefill engine may take."

@@ -69,11 +69,15 @@ class ClientError(KVBridgeError):
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:
-    """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`."""
+    """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`.
+
+    `is_rest`: of an answer that another engine began, which keeps the KV of what the prompt ends with.
+    """
 
     path: str
     body: Body
     samples: int = 1
+    is_rest: bool = False
 
     @property
     def is_stream(self) -> bool:

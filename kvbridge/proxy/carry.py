@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -17,7 +17,7 @@ from ..errors import EngineError
 from ..oneline import plain
 from .bodies import CHAT, COMPLETIONS, GENERATE, MESSAGES, OF_VLLM, Body, ClientError, PromptAsk, encode, parse, pieces
 from .events import DONE, ERROR_EVENT, Events, StreamEvent, is_end
-from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded
+from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Running, Waits, bounded
 from .generate import Answering
 from .legs import (
     Kind,
@@ -35,6 +35,7 @@ from .legs import (
 from .limits import Busy, RequestBytes
 from .logprobs import reads_all, wants_inputs, with_inputs
 from .metrics import ProxyMetrics
+from .moves import MovableAnswer
 from .pulse import Pulse
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ ANSWER_BYTES = 64 << 20
 SAID_BYTES = 2000  # of an engine's error text, for the client
 BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to show
 SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
+MOVES_AT_ONCE = 16  # answers that wait for another engine to go on; the others run on where they are until then
 BODY_PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
 TRY_ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
 
@@ -63,6 +65,7 @@ class Call:
     headers: Mapping[str, str]
     share: RequestBytes
     awaits: set[str]
+    running: Running | None = None  # one of its prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,12 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A decode engine's streamed answer: its first event, and those that follow, each as it is sent."""
+    """A decode engine's streamed answer: its first event, and those that follow. `end` has the engine end it."""
 
-    first: bytes
-    rest: AsyncGenerator[bytes, None]
+    first: StreamEvent
+    rest: AsyncGenerator[StreamEvent, None]
+    engine: Backend
+    end: Callable[[], None]
 
 
 Opened = Whole | Streamed
@@ -121,6 +126,7 @@ class Carrier:
         self._fleet, self._http, self._waits, self._metrics, self._pulse = fleet, http, waits, metrics, pulse
         self._places = asyncio.Semaphore(places)
         self._has_fallback = has_fallback
+        self._moving = 0
 
     def can_serve(self) -> bool:
         """Whether a request could be carried now."""
@@ -135,12 +141,78 @@ class Carrier:
         Raises ClientError, Refusal, NoEngine, LegFailed, Busy.
         """
         async with self._places, AsyncExitStack() as stack:
-            opened = await self._opened(stack, ask, call)
+            answer = MovableAnswer(ask)
+            if not answer.stays and not self._fleet.moves:
+                answer.stays = "no other engine"
+            call = replace(call, running=Running(call.headers.get("X-Request-Id", ""), answer.stays))
+            opened = await self._opened(stack, ask if answer.stays else answer.first(), call)
+            if isinstance(opened, Streamed) and not answer.stays:
+                events = await stack.enter_async_context(aclosing(self._moved(stack.pop_all(), opened, answer, call)))
+                opened = replace(opened, first=await anext(events), rest=events)
             try:
                 yield opened
             except LegFailed as failure:
                 self._fleet.failed(failure)
                 raise
+
+    async def _moved(
+        self, stack: AsyncExitStack, opened: Streamed, answer: MovableAnswer, call: Call
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """The client's events. When its engine drains, the answer goes on at another. Owns `stack`: what is open."""
+        assert call.running is not None
+        try:
+            while True:
+                async with aclosing(_events_of(opened)) as events:
+                    async for event in events:
+                        yield self._noted(opened, answer, event, call)
+                        if self._can_move(opened.engine, answer):
+                            break
+                    else:
+                        return
+                ended, stack = stack, AsyncExitStack()
+                async with ended:  # the engine counts as used until another has its KV
+                    opened = await self._go_on(stack, opened, answer, call)
+        finally:
+            await stack.aclose()
+
+    def _noted(self, opened: Streamed, answer: MovableAnswer, event: StreamEvent, call: Call) -> StreamEvent:
+        had_prompt = bool(answer.prompt)
+        try:
+            own = answer.event(event)
+            if not had_prompt:
+                call.share.add(len(answer.prompt))
+        except EngineError as error:
+            raise LegFailed(opened.engine, error.code, str(error), is_retryable=False) from None
+        except Busy as busy:
+            answer.stays = busy.code
+        assert call.running is not None
+        call.running.stays = answer.stays
+        return own
+
+    def _can_move(self, engine: Backend, answer: MovableAnswer) -> bool:
+        is_due = engine.is_draining and self._moving < MOVES_AT_ONCE and answer.can_be_cut
+        return is_due and bool(self._fleet.healthy(Role.DECODE, kinds=(Kind.VLLM,)))
+
+    async def _go_on(self, stack: AsyncExitStack, before: Streamed, answer: MovableAnswer, call: Call) -> Streamed:
+        """Have the engine end its answer, and another one go on. If none does, the same computes it again."""
+        assert call.running is not None
+        engine, ask, outcome = before.engine, answer.rest(), "moved"
+        before.end()
+        call.awaits.discard(engine.label)
+        self._moving += 1
+        try:
+            opened = await self._opened(stack, ask, call)
+        except (NoEngine, *LEG_FAILURES) as error:
+            self._fleet.sparing.say("returned", f"returned: {engine.label} goes on with what it gave up: {error}")
+            outcome, answer.stays = "returned", "no other engine took it"
+            call.running.stays = answer.stays
+            stack.enter_context(self._fleet.used(engine, call.running))
+            opened = await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+        finally:
+            self._moving -= 1
+        assert isinstance(opened, Streamed)
+        self._metrics.moves.labels(engine.name, outcome).inc()
+        return opened
 
     async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:
         """Try pairs until one answers, then, if prefill is what failed, decode engines alone."""
@@ -186,7 +258,7 @@ class Carrier:
         async with AsyncExitStack() as stack:
             began = time.monotonic()
             if alone:
-                decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
+                decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,), call.running))
                 self._metrics.without_prefill.labels(alone).inc()
                 opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
             else:
@@ -200,15 +272,17 @@ class Carrier:
     ) -> Opened:
         """By the next pair, under a new room."""
         kinds = _kinds(ask)
-        prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
-        decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
-        self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
-        room = secrets.randbelow((1 << 63) - 1) + 1
-        if prefill.kind is Kind.SGLANG:
-            return await self._both(stack, prefill, decode, ask, call, room)
-        leg = await self._prefill_first(prefill, decode, ask, call, room)
-        self._metrics.prefill_s.observe(time.monotonic() - began)
-        return await self._open(stack, decode, leg, ask, call)
+        with ExitStack() as prefilling:  # vLLM's prefill is over once the answer begins
+            prefill = prefilling.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds, call.running))
+            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds, call.running))
+            self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
+            room = secrets.randbelow((1 << 63) - 1) + 1
+            if prefill.kind is Kind.SGLANG:
+                stack.push(prefilling.pop_all())
+                return await self._both(stack, prefill, decode, ask, call, room)
+            leg = await self._prefill_first(prefill, decode, ask, call, room)
+            self._metrics.prefill_s.observe(time.monotonic() - began)
+            return await self._open(stack, decode, leg, ask, call)
 
     # Prefill, then decode:
 
@@ -287,7 +361,7 @@ class Carrier:
         stack.callback(reply.close)
         events = self._events(engine, reply, ask, call, inputs)
         stack.push_async_callback(events.aclose)
-        return Streamed(await anext(events), events)
+        return Streamed(await anext(events), events, engine, reply.close)
 
     def _checked(self, engine: Backend, ask: PromptAsk, answer: bytes) -> bytes:
         """The answer as the client is to have it. Raises LegFailed if it is incomplete."""
@@ -320,8 +394,8 @@ class Carrier:
         ask: PromptAsk,
         call: Call,
         inputs: Prefilling | None,
-    ) -> AsyncGenerator[bytes, None]:
-        """The stream's events as they are sent to the client, the last one its end. Raises LegFailed, Refusal."""
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """The stream's events for the client, the last one its end. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         has_begun = is_finish = is_over = False
         with _blamed(engine, False, f"silent for {self._waits.answer_s:g} s", "the stream ended early"):
@@ -345,7 +419,7 @@ class Carrier:
                     if is_over:
                         call.awaits.discard(engine.label)
                     if answer is not None:
-                        yield answer.framed()
+                        yield answer
                     if is_over:
                         return
             raise EngineError("ended_early", "the stream ended " + ("too early" if has_begun else "before it began"))
@@ -438,6 +512,12 @@ def _blamed(engine: Backend, is_retryable: bool, late: str, ended: str) -> Itera
         raise LegFailed(engine, "ended_early", f"{ended}: {type(error).__name__}", is_retryable) from None
     except ValueError as error:
         raise LegFailed(engine, "bad_answer", str(error), is_retryable) from None
+
+
+async def _events_of(opened: Streamed) -> AsyncGenerator[StreamEvent, None]:
+    yield opened.first
+    async for event in opened.rest:
+        yield event
 
 
 async def _in_turns(body: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:

@@ -76,6 +76,14 @@ class LegFailed(KVBridgeError):
 
 
 @dataclass(slots=True, eq=False)
+class Running:
+    """A prompt that engines are at work on. `stays`: why it cannot go on at another decode engine; "" if it can."""
+
+    name: str
+    stays: str
+
+
+@dataclass(slots=True, eq=False)
 class Backend:
     role: Role
     kind: Kind
@@ -84,7 +92,9 @@ class Backend:
     is_healthy: bool = False
     is_checked: bool = False  # whether anything is known of its health yet
     is_slow: bool = False  # its last health check took too long: others of its side come first
+    is_draining: bool = False  # it gets no new requests, and others go on with what they can
     outstanding: int = 0
+    running: set[Running] = field(default_factory=set)
     turn: int = 0  # when it was last taken
     agents: dict[int, tuple[float, AgentPlace]] = field(default_factory=dict)  # by replica, with the time of asking
     replicas: tuple[float, int] | None = None
@@ -185,6 +195,7 @@ class Fleet:
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
         for gone in set(self._all()).difference(kept):
             self._watches.pop(gone).cancel()
+            gone.is_draining = True
             self._set_healthy(gone, False, "it is not on the list any more")
             self._metrics.healthy.remove(gone.role, gone.name)  # nobody is to be alarmed by it
             self._leaving[gone] = asyncio.create_task(self._forget(gone))
@@ -230,10 +241,24 @@ class Fleet:
         is_vllm, decoding = all(each.kind is Kind.VLLM for each in self._all()), self.healthy(Role.DECODE)
         return is_vllm and bool(decoding) and all(each.is_single for each in decoding)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a decode engine that drains could give its answers to another: all engines are vLLM's."""
+        return len(self._engines[Role.DECODE]) > 1 and all(each.kind is Kind.VLLM for each in self._all())
+
+    def drain(self, name: str, is_draining: bool) -> list[Backend]:
+        """Drain the engines of this name, of each role, or take them back. Returns them."""
+        named = [each for each in self._all() if each.name == name]
+        for each in named:
+            each.is_draining = is_draining
+            log.info("%s engine %s %s", each.role, name, "drains" if is_draining else "is taken back")
+        return named
+
     def healthy(
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
     ) -> list[Backend]:
-        return [each for each in self._engines[role] if each.is_healthy and each not in without and each.kind in kinds]
+        able = (each for each in self._engines[role] if each.is_healthy and not each.is_draining)
+        return [each for each in able if each not in without and each.kind in kinds]
 
     async def wait_checked(self, role: Role, kinds: Collection[Kind] = tuple(Kind)) -> None:
         """Wait until an engine of this side is healthy, or each has had its first health check: 2 * `health_s` at most.
@@ -249,22 +274,35 @@ class Fleet:
 
     @contextmanager
     def lend(
-        self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
+        self,
+        role: Role,
+        without: Collection[Backend] = (),
+        kinds: Collection[Kind] = tuple(Kind),
+        running: Running | None = None,
     ) -> Iterator[Backend]:
         """The healthy engine with the fewest legs under way; among equals the one lent longest ago. Raises NoEngine."""
         able = self.healthy(role, without, kinds)
         if not able:
             raise NoEngine(role, [each for each in self._engines[role] if each.kind in kinds], kinds)
-        engine = min(able, key=lambda each: (each.is_slow, each.outstanding, each.turn))
+        with self.used(min(able, key=lambda each: (each.is_slow, each.outstanding, each.turn)), running) as engine:
+            yield engine
+
+    @contextmanager
+    def used(self, engine: Backend, running: Running | None = None) -> Iterator[Backend]:
+        """Count a leg of this engine until the end of the block."""
         engine.turn = next(self._turns)
         engine.outstanding += 1
-        gauge = self._metrics.outstanding.labels(role, engine.name)
+        gauge = self._metrics.outstanding.labels(engine.role, engine.name)
         gauge.inc()
+        if running is not None:
+            engine.running.add(running)
         try:
             yield engine
         finally:
             engine.outstanding -= 1
             gauge.dec()
+            if running is not None:
+                engine.running.discard(running)
 
     def failed(self, failure: LegFailed) -> None:
         """Count a failure. An engine that cannot be reached gets nothing more until it passes a health check."""

@@ -28,6 +28,11 @@ class ProxyMetrics:
             "Prompts that no prefill engine could prefill: a decode engine was asked to compute them",
             ["reason"],
         )
+        self.moves = counter(
+            "kvbridge_proxy_moves_total",
+            "Answers that another engine was asked to go on with, by the decode engine that drains",
+            ["engine", "outcome"],
+        )
         self.healthy = gauge("kvbridge_proxy_engine_healthy", "Passes health checks", ["role", "engine"])
         self.outstanding = gauge("kvbridge_proxy_engine_outstanding", "Legs under way", ["role", "engine"])
         self.connections = gauge("kvbridge_proxy_connections", "Clients' connections")
@@ -57,6 +62,7 @@ class ProxyMetrics:
         self.failures.remove_by_labels({"role": role, "engine": engine})
         self.outstanding.remove_by_labels({"role": role, "engine": engine})
         self.without_kv.remove_by_labels({"engine": engine})
+        self.moves.remove_by_labels({"engine": engine})
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

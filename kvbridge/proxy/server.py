@@ -328,9 +328,9 @@ class Proxy:
             async with self._carrier.carried(ask, call) as opened:
                 assert isinstance(opened, Streamed)
                 await response.prepare(request)
-                await self._sent(response.write(opened.first))
+                await self._sent(response.write(opened.first.framed()))
                 async for event in opened.rest:
-                    await self._sent(response.write(event))
+                    await self._sent(response.write(event.framed()))
                 await self._sent(response.write_eof())
             return response, "answered"
         except (LegFailed, Busy) as error:

@@ -41,14 +41,14 @@ from vllm.v1.request import RequestStatus
 from ...errors import EngineError
 from ...oneline import OneLine, shown
 from ..engine.conversation import COMPUTING_S, numbers
-from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefixes
+from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefix, KeptPrefixes
 from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
 from .fetches import Fetch, Fetches
 from .layers import is_never_cached, kind_of
 from .options import VLLMOptions
-from .params import FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
+from .params import AWAITS_KEPT, FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
 from .pressure import KeptBlocks, Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
@@ -99,6 +99,9 @@ GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and 
 ROLL_CALL_S = 1.0  # how long a request waits for a new report
 # An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
 KEPT_KNOWN_S = 0.005
+# How long a request that goes on from another engine (AWAITS_KEPT) waits to hear that its KV is kept there: a step of
+# that engine, which is busy, and of ours.
+AWAITS_KEPT_S = 1.0
 SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
@@ -106,6 +109,7 @@ IDS_KNOWN = 4096
 
 NAME_AGAIN = "the weights are named (/update_weight_version); kvbridge_resets_keep_weights says that they never change"
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+ANSWERED = (*PREFILLED, RequestStatus.FINISHED_ABORTED)  # by its client, who may go on from what was answered
 
 
 @dataclass(slots=True)
@@ -130,6 +134,8 @@ class PromptOffered:
     blocks: list[int] = field(default_factory=list)
     is_looked_up: bool = False  # whether others keep its beginning
     has_fetched: bool = False  # rows of it came, or are to come, from others
+    awaits_until: float = 0.0  # when it stops waiting for another engine to keep its beginning
+    prefixes: tuple[bytes, ...] = ()  # of all that others may keep; empty until they are needed
 
     @property
     def is_whole(self) -> bool:
@@ -393,7 +399,8 @@ class SchedulerSide:
             # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.
             # A vLLM there needs more: its agent says so, and it computes the prompt.
             end = request.num_prompt_tokens
-        offered = PromptOffered(request, rendezvous_id, True, end, room, weights=self._weights)
+        until = self._clock() + AWAITS_KEPT_S if params.get(AWAITS_KEPT) else 0.0
+        offered = PromptOffered(request, rendezvous_id, True, end, room, weights=self._weights, awaits_until=until)
         self._sending[request.request_id] = offered
 
     def _find(self, request: Request, params: dict[str, Any]) -> None:
@@ -552,6 +559,8 @@ class SchedulerSide:
         receiving = self._receiving.get(request.request_id)
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
             return None, False
+        if receiving is None and self._awaits_kept(request, computed):
+            return None, False
         if receiving is None:
             receiving = self._look_up(request)
         if receiving is None:
@@ -576,6 +585,22 @@ class SchedulerSide:
         receiving.is_late = is_late and not receiving.joins
         return (count, True) if count > 0 and not receiving.is_late else (0, False)
 
+    def _awaits_kept(self, request: Request, computed: int) -> bool:
+        """Whether this request goes on from what another engine is about to keep, and we have not heard of it yet."""
+        sending = self._sending.get(request.request_id)
+        if sending is None or sending.is_looked_up or self._clock() >= sending.awaits_until:
+            return False
+        most = (request.num_prompt_tokens - self._last_tokens) // PREFIX_TOKENS * PREFIX_TOKENS
+        if self._weights == UNNAMED or not self._has_agents or computed + PREFIX_TOKENS > most:
+            return False
+        found = self._find_kept(sending)
+        return found is None or found.tokens < most
+
+    def _find_kept(self, sending: PromptOffered) -> KeptPrefix | None:
+        request = sending.request
+        sending.prefixes = sending.prefixes or prefixes(request, request.num_prompt_tokens - self._last_tokens)
+        return self._kept.find(sending.prefixes)
+
     def _look_up(self, request: Request) -> PromptWanted | None:
         """What another engine keeps of a prompt that we are to offer: an earlier turn of its conversation."""
         sending = self._sending.get(request.request_id)
@@ -584,8 +609,7 @@ class SchedulerSide:
         sending.is_looked_up = True
         if request.skip_reading_prefix_cache:
             return None
-        found = self._kept.find(prefixes(request, request.num_prompt_tokens - self._last_tokens))
-        if found is None:
+        if (found := self._find_kept(sending)) is None:
             return None
         want = self._nothing_of(request, found.rendezvous, Remote(found.rendezvous, found.sender), is_offered=True)
         want = replace(want, deadline_s=min(want.deadline_s, KEPT_DEADLINE_S))
@@ -687,16 +711,20 @@ class SchedulerSide:
     def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> int:
         """Offer an answer's KV for the next turn of its conversation. Returns the offer's number, 0 if it is not kept.
 
+        So is one that its client has ended: another engine may go on with it.
         Not without the KV of the last token, nor of those before it for which a draft's rows are guesses. Windows and
         states are those of the answer's end, which a next turn that goes on from earlier has no use for.
         """
         params = request.kv_transfer_params
         was_wanted = isinstance(params, dict) and "do_remote_prefill" in params and not params.get("do_remote_decode")
-        if not (self._options.return_s and (was_wanted or self._wants_all) and request.status in PREFILLED):
+        if not (self._options.return_s and (was_wanted or self._wants_all) and request.status in ANSWERED):
+            return 0
+        if not request.num_output_tokens:  # its prompt may not have come
             return 0
         if not (self._tables.keeps_all and self._has_agents and self._weights != UNNAMED) or self._is_paused:
             return 0
-        tokens = request.num_tokens - self._last_tokens
+        # After a preemption not all of it may be computed again.
+        tokens = min(request.num_tokens - self._last_tokens, request.num_computed_tokens)
         found, most_blocks = prefixes(request, tokens), self.held.most(KEPT_SHARE)
         if not found or sum(map(len, tables)) > most_blocks:
             return 0

@@ -105,15 +105,52 @@ def test_what_came_by_no_bridge_is_not_kept(keeping: World) -> None:
     assert not keeping.agent.take(Offer)
 
 
-@pytest.mark.parametrize("end", ["aborted", "short", "paused", "salted", "of two weights"])
+def running(world: World, sampled: int = 4) -> Any:
+    """A request of the decode side that came by the bridge, after so many tokens of its answer."""
+    request = world.decode(200, max_tokens=500)
+    world.steps(2)
+    world.agent.say(done(world.agent.one(Want)))
+    for _ in range(200):
+        if request.num_output_tokens == sampled:
+            return request
+        world.step()
+    raise AssertionError(request)
+
+
+@pytest.mark.parametrize("moment", ["between two steps", "in a step"])
+def test_an_answer_that_its_client_ends_is_kept_so_that_another_engine_can_go_on(keeping: World, moment: str) -> None:
+    request = running(keeping, 60)
+    begun = keeping.begin_step() if moment == "in a step" else None
+    keeping.abort(request)
+    if begun is not None:
+        keeping.end_step(*begun)
+    keeping.steps(2)
+    offer, tokens = keeping.agent.one(Offer), list(request.all_token_ids)
+    assert (offer.tokens, offer.is_last, len(tokens)) == (259, True, 260)
+    assert offer.prefixes == prefixes(tokens[:259]) and len(offer.prefixes) == 4
+    keeping.agent.say(Released(number=offer.number, request="r"))
+    keeping.finish()
+
+
+def test_what_a_preemption_took_is_not_kept(keeping: World) -> None:
+    request = running(keeping)
+    keeping.scheduler.running.remove(request)
+    keeping.scheduler._preempt_request(request, 0.0)
+    keeping.abort(request)
+    keeping.steps(2)
+    assert not keeping.agent.take(Offer)
+    keeping.finish()
+
+
+@pytest.mark.parametrize("end", ["aborted before its prompt came", "short", "paused", "salted", "of two weights"])
 def test_which_answers_are_kept(keeping: World, end: str) -> None:
-    if end == "aborted":
+    if end == "aborted before its prompt came":
         request = keeping.decode(200, max_tokens=50)
         keeping.steps(2)
         want = keeping.agent.one(Want)
-        keeping.agent.say(done(want))
-        keeping.steps(4)
         keeping.abort(request)
+        keeping.steps(2)
+        keeping.agent.say(done(want))
         keeping.steps(2)
     elif end == "of two weights":  # a pause may keep running requests, with their rows
         keeping.decode(200, max_tokens=20)
@@ -172,6 +209,37 @@ def test_windows_are_not_kept(hooks: str, tmp_path: Path) -> None:
 
 
 # Prefill:
+
+
+def test_a_prompt_that_goes_on_from_another_engine_waits_until_that_is_kept(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world, before=260, more=5)
+    hear(world, kept_of(said[:100], "kept-of-an-earlier-turn"))
+    request = world.prefill(prompt=prompt, awaits_kept=True)
+    world.steps(5)
+    assert not agent.take(Want) and request.num_computed_tokens == 0
+    hear(world, kept_of(said))
+    world.steps(3)
+    want = agent.one(Want)
+    assert (want.rendezvous, want.first_token, want.end_token) == ("kept-1", 0, 256)
+    agent.say(done(want))
+    world.steps(4)
+    assert agent.one(Offer).tokens == len(prompt)
+    agent.say(Released(number=1, request="r"))
+
+
+@pytest.mark.parametrize("why", ["nobody keeps it", "it is short", "it is cached here"])
+def test_such_a_prompt_waits_no_longer_than_it_may_and_only_for_what_it_needs(world: World, why: str) -> None:
+    _, prompt = turns(world, before=60 if why == "it is short" else 260, more=3)
+    if why == "it is cached here":
+        world.request(prompt=prompt, max_tokens=1)
+        world.run()
+    request = world.prefill(prompt=prompt, awaits_kept=True)
+    if why == "nobody keeps it":
+        world.steps(5)
+        assert request.num_computed_tokens == 0
+        world.clock.now += 1.0
+    world.steps(8)
+    assert request.num_computed_tokens >= len(prompt) and not world.agent.take(Want)
 
 
 def hear(world: World, kept: KeptBy) -> None:

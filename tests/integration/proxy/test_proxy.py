@@ -365,13 +365,13 @@ async def _breaks_off(request: web.Request, body: Any) -> web.StreamResponse:
     ("act", "said"),
     [
         (_breaks_off, "ended_early"),
-        (lambda request, body: stream(request, [CUT, CUT], pause_s=1), "timed_out"),
+        (lambda request, body: stream(request, [CUT, CUT], pause_s=600), "timed_out"),
         (lambda request, body: stream(request, [CUT, {"error": {"message": "broke", "code": 500}}]), "broke"),
     ],
     ids=["breaks off", "falls silent", "says an error"],
 )
 async def test_a_stream_that_fails_ends_with_the_error(act: Any, said: str) -> None:
-    async with world("vllm", "vllm", replace(WAITS, answer_s=0.3)) as w:
+    async with world("vllm", "vllm", replace(WAITS, answer_s=5) if said == "timed_out" else WAITS) as w:
         w.decode.act = act
         _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
         assert said in str(json.loads(events[-1])["error"]) and "[DONE]" not in events

@@ -1,0 +1,466 @@
+"""A streamed answer that another engine goes on with: every cut of it in pure code, then through the real proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvbridge.proxy.bodies import PromptAsk, encode, read
+from kvbridge.proxy.events import DONE, StreamEvent
+from kvbridge.proxy.fleet import Role, read_engine
+from kvbridge.proxy.moves import MovableAnswer, why_stays
+from tests.integration.proxy.standins import StandIn, World, named, world
+
+pytestmark = pytest.mark.timeout(180)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = [500, 501, 502]
+# Tokens of bytes, as a model's: characters of two to four bytes in pieces, several in one token, and bytes that are
+# none. Token i of an answer is i, so that a token that is lost or repeated shows.
+WORDS = [b"a", b" b", "ä".encode()[:1], "ä".encode()[1:], b"END", b" en", b"d.", b"", "\U0001f600".encode()[:2]]
+WORDS += ["\U0001f600".encode()[2:3], "\U0001f600".encode()[3:] + b"x", b"EN", b"D", b"\xff", b"z", "äö".encode(), b"!"]
+
+
+def said(words: Sequence[bytes]) -> str:
+    return b"".join(words).decode(errors="replace")
+
+
+class Engine:
+    """Streams an answer as vLLM does: text comes once its characters are complete, and `stop` holds back the last."""
+
+    def __init__(self, body: dict[str, Any], path: str, words: Sequence[bytes], begin: int = 0) -> None:
+        self.path, self.words, self.begin = path, words, begin
+        stop = body.get("stop") or []
+        self.stop = [stop] if isinstance(stop, str) else stop
+        self.held = max(map(len, self.stop), default=1) - 1
+        most = body.get("max_tokens", 16)
+        self.end = len(words) if most is None else min(len(words), begin + most)
+
+    def events(self, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Each event has so many tokens, over and over."""
+        at, number, text, given, pending = self.begin, 0, "", 0, b""
+        while at < self.end:
+            tokens, finish = [], None
+            for _ in range(sizes[number % len(sizes)]):
+                if at == self.end or finish:
+                    break
+                before = len(text)
+                pending += self.words[at]
+                tokens.append(at)
+                at += 1
+                if not (decoded := pending.decode(errors="replace")).endswith("�"):
+                    text, pending = text + decoded, b""
+                for each in self.stop:
+                    if (found := text.find(each, max(0, before - len(each) + 1))) >= 0:
+                        text, finish = text[:found], "stop"
+            finish = finish or ("length" if at == self.end else None)
+            ready = len(text) if finish else max(given, len(text) - self.held)
+            yield self._event(text[given:ready], tokens, finish, number == 0)
+            given, number = ready, number + 1
+
+    def _event(self, text: str, tokens: list[int], finish: str | None, is_first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0} | ({"delta": {"content": text}} if self.path == CHAT else {"text": text})
+        choice |= {"logprobs": None, "finish_reason": finish, "token_ids": tokens}
+        top = {"id": f"x{self.begin}", "object": "o", "created": self.begin, "model": "m"}
+        prompt = {"prompt_token_ids": [*PROMPT, *range(self.begin)] if is_first else None}
+        usage = {"prompt_tokens": len(PROMPT) + self.begin, "completion_tokens": tokens[-1] + 1 - self.begin}
+        if self.path == CHAT:
+            return top | prompt | {"choices": [choice], "usage": usage}
+        return top | {"choices": [choice | prompt], "usage": usage}
+
+
+def ask(path: str, **more: Any) -> PromptAsk:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    return read(path, json.dumps(prompt | {"model": "m", "stream": True} | more).encode()).asks[0]
+
+
+def taken(answer: MovableAnswer, event: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(answer.event(StreamEvent(json.dumps(event).encode())).data))
+
+
+def text_of(events: Sequence[dict[str, Any]]) -> str:
+    choices = [each["choices"][0] for each in events]
+    return "".join(each["delta"]["content"] if "delta" in each else each["text"] for each in choices)
+
+
+def rest_of(answer: MovableAnswer) -> tuple[dict[str, Any], int]:
+    rest = answer.rest()
+    assert rest.path == COMPLETIONS and rest.is_rest
+    body = json.loads(encode(rest.body))
+    count = len(body["prompt"]) - len(PROMPT)
+    assert body["prompt"] == [*PROMPT, *range(count)]
+    return body, count
+
+
+STOPS: list[Any] = [[], ["."], ["END"], [" end.", "!"], "zä"]
+SIZES = [(1,), (1, 2), (3, 1, 1)]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(path: str, stop: Any) -> None:
+    cuts = 0
+    body = {"max_tokens": 100, "stop": stop}
+    for first in range(len(WORDS)):  # the answer begins with each word
+        words = WORDS[first:] + WORDS[:first]
+        whole = text_of(list(Engine(body, path, words).events([1])))
+        for sizes in SIZES:
+            for at in range(1, len(words)):
+                answer, got = MovableAnswer(ask(path, **body)), []
+                engine, left = Engine(body, path, words), at
+                for event in engine.events(sizes):
+                    got.append(taken(answer, event))
+                    left -= 1
+                    if left <= 0 and answer.can_be_cut:
+                        break
+                else:
+                    assert text_of(got) == whole
+                    continue
+                for number in range(2):
+                    if not answer.can_be_cut:
+                        break
+                    asked, count = rest_of(answer)
+                    assert said(words[:count]) == text_of(got), "a token is cut"
+                    assert asked["max_tokens"] == 100 - count and asked.get("stop", []) == stop
+                    cuts += 1
+                    for event in Engine(asked, COMPLETIONS, words, count).events(sizes):
+                        got.append(taken(answer, event))
+                        if number == 0 and answer.can_be_cut:
+                            break
+                assert text_of(got) == whole, (words, sizes, at)
+                assert {each["id"] for each in got} == {"x0"} and "token_ids" not in got[-1]["choices"][0]
+                assert ("delta" in got[-1]["choices"][0]) is (path == CHAT)
+                assert got[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+                usage = got[-1]["usage"]
+                assert usage["prompt_tokens"] == len(PROMPT)
+                assert usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"]
+    assert cuts > 50
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "reason"),
+    [
+        (COMPLETIONS, {}, ""),
+        (COMPLETIONS, {"n": 1, "presence_penalty": 0.0, "logit_bias": {"7": 1}, "echo": False, "seed": None}, ""),
+        (CHAT, {"max_completion_tokens": 9, "tools": [], "tool_choice": "none", "metadata": {"a": "b"}}, ""),
+        (COMPLETIONS, {"stream": False}, "not streamed"),
+        (COMPLETIONS, {"seed": 0}, "seed"),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"echo": True}, "echo"),
+        (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"bad_words": ["x"]}, "bad_words"),
+        (COMPLETIONS, {"unheard_of": 1}, "unheard_of"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"include_reasoning": False}, "include_reasoning"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, ""),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "media"),
+        (CHAT, {"messages": [7]}, "media"),
+    ],
+)
+def test_what_could_differ_after_a_move_stays_and_says_why(path: str, more: dict[str, Any], reason: str) -> None:
+    assert why_stays(ask(path, **more)) == reason
+
+
+def test_what_an_engine_says_may_keep_an_answer_where_it_is() -> None:
+    for path, change, reason in (
+        (CHAT, {"delta": {"reasoning": "hm", "content": None}}, "parsed"),
+        (CHAT, {"delta": {"tool_calls": [{"index": 0}]}}, "parsed"),
+        (COMPLETIONS, {"token_ids": None}, "no token_ids"),
+        (COMPLETIONS, {"text": 7}, "unread"),
+    ):
+        answer = MovableAnswer(ask(path, max_tokens=9))
+        (event,) = list(Engine({"max_tokens": 1}, path, WORDS).events([1]))
+        event["choices"][0] |= change
+        shown = taken(answer, event)["choices"][0]
+        assert shown.items() >= change.items() or path == COMPLETIONS
+        assert answer.stays == reason and not answer.can_be_cut, path
+    answer = MovableAnswer(ask(COMPLETIONS, max_tokens=9))
+    for data in (b"{}", b"[]", DONE, b'{"choices":[]}'):
+        assert answer.event(StreamEvent(data)).data == data
+
+
+def test_a_client_that_asks_for_token_ids_gets_each_once() -> None:
+    words = [b"a", "ä".encode()[:1], "ä".encode()[1:], b"b", b"c"]
+    for at in range(1, 5):
+        answer, got = MovableAnswer(ask(COMPLETIONS, max_tokens=9, return_token_ids=True)), []
+        for number, event in enumerate(Engine({"max_tokens": 9}, COMPLETIONS, words).events([1]), 1):
+            got.append(taken(answer, event))
+            if number >= at and answer.can_be_cut:
+                asked, count = rest_of(answer)
+                got += [taken(answer, each) for each in Engine(asked, COMPLETIONS, words, count).events([1])]
+                break
+        assert [token for each in got for token in each["choices"][0]["token_ids"]] == [0, 1, 2, 3, 4], at
+        assert got[0]["choices"][0]["prompt_token_ids"] == PROMPT
+
+
+def test_limits_count_what_was_answered_before() -> None:
+    for path, more, count in (
+        (COMPLETIONS, {"max_tokens": 9, "min_tokens": 5}, 6),
+        (COMPLETIONS, {}, 13),
+        (COMPLETIONS, {"max_tokens": None}, None),
+        (CHAT, {"max_completion_tokens": 4, "max_tokens": 9}, 1),
+        (CHAT, {}, None),
+    ):
+        answer = MovableAnswer(ask(path, **more))
+        for event in Engine({"max_tokens": 3}, path, [b"a", b"b", b"c", b"d"]).events([1]):
+            event["choices"][0]["finish_reason"] = None
+            taken(answer, event)
+        assert answer.can_be_cut
+        asked, _ = rest_of(answer)
+        assert asked["max_tokens"] == count and asked.get("min_tokens") == (2 if "min_tokens" in more else None)
+    answer = MovableAnswer(ask(COMPLETIONS, max_tokens=1))
+    (event,) = Engine({"max_tokens": 1}, COMPLETIONS, [b"a", b"b"]).events([1])
+    event["choices"][0]["finish_reason"] = None  # it comes by itself
+    taken(answer, event)
+    assert not answer.can_be_cut
+
+
+# Through the proxy:
+
+
+class Counting:
+    """An engine whose tokens are numbers, one an event, `hold`ing before each that is not allowed yet."""
+
+    def __init__(self, engine: StandIn) -> None:
+        self.engine, self.allowed, self.changed = engine, 0, asyncio.Event()
+        self.fails: Any = None  # instead of an answer
+        engine.act = self.act
+
+    def allow(self, count: int) -> None:
+        self.allowed, before, self.changed = count, self.changed, asyncio.Event()
+        before.set()
+
+    async def act(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if not body.get("stream"):
+            return None
+        if self.fails is not None:
+            return await self.fails(request)
+        prompt = body.get("prompt")
+        begin = len(prompt) - len(PROMPT) if isinstance(prompt, list) else 0
+        words = [f" {each}".encode() for each in range(200)]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, event in enumerate(Engine(body, request.path, words, begin).events([1]), begin):
+            while number >= self.allowed:
+                await self.changed.wait()
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "m", "prompt": PROMPT, "max_tokens": 40, "stream": True},
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True},
+}
+WHOLE = "".join(f" {each}" for each in range(40))
+
+
+@asynccontextmanager
+async def counting(decode: int = 2, **more: Any) -> AsyncIterator[tuple[World, list[Counting]]]:
+    """The first decode engine is asked first."""
+    async with world("vllm", ",".join(["vllm"] * decode), **more) as w:
+        yield w, [Counting(each) for each in w.all("decode")]
+
+
+def answer_of(events: list[str]) -> str:
+    assert events[-1] == "[DONE]", events[-3:]
+    return text_of([json.loads(each) for each in events[:-1]])
+
+
+async def started(w: World, engine: Counting, path: str = COMPLETIONS, **more: Any) -> asyncio.Task[Any]:
+    """A stream that has got 10 tokens of the first engine, and gets no more for now."""
+    engine.allow(10)
+    task = asyncio.create_task(w.ask(path, BODIES[path] | more))
+    await w.until(lambda: bool(engine.engine.got))
+    return task
+
+
+def drain(w: World, engine: Counting) -> None:
+    assert w.fleet.drain(named(engine.engine), True)
+    engine.allow(11)
+
+
+@pytest.mark.parametrize("how", ["drained", "removed"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first, path)
+        if how == "drained":
+            drain(w, first)
+        else:
+            left = [each for each in w.engines if each is not first.engine]
+            w.fleet.replace([read_engine(Role(each.role), f"vllm={each.url}") for each in left])
+            first.allow(11)
+        await w.until(lambda: bool(second.engine.got))
+        await w.until(lambda: first.engine.left == 1)
+        assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 1.0' in await w.metrics()
+        second.allow(100)
+        status, events = await task
+        assert status == 200 and answer_of(events) == WHOLE
+        _, prefill = w.prefill.got[1][:2]
+        given = {"do_remote_decode": True, "awaits_kept": True}
+        assert prefill["kv_transfer_params"].items() >= given.items()
+        assert prefill["prompt"][:3] == PROMPT and prefill["max_tokens"] == 1
+        path, body, _ = second.engine.got[0]
+        assert path == COMPLETIONS and body["max_tokens"] == 40 - (len(body["prompt"]) - 3)
+        assert body["kv_transfer_params"]["do_remote_prefill"]
+        metrics = await w.metrics()
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
+        assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
+
+
+async def test_an_answer_moves_as_often_as_its_engine_drains() -> None:
+    async with counting(3) as (w, (first, second, third)):
+        task = await started(w, first)
+        drain(w, first)
+        second.allow(20)
+        await w.until(lambda: bool(second.engine.got))
+        assert w.fleet.drain(named(second.engine), True)
+        second.allow(22)
+        third.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE and third.engine.got
+
+
+async def refuses(_: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "no", "code": 400}}, status=400)
+
+
+async def breaks(_: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "no"}}, status=500)
+
+
+async def dies(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("fails", [refuses, breaks, dies])
+async def test_if_no_other_engine_takes_it_it_goes_on_where_it_was(fails: Any) -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        second.fails = fails
+        drain(w, first)
+        await w.until(lambda: len(first.engine.got) == 2)
+        first.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="returned"}} 1.0' in await w.metrics()
+
+
+async def test_without_prefill_the_other_engine_computes_what_was_answered() -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        w.prefill.is_healthy = False
+        await w.until(lambda: not w.fleet.healthy(Role.PREFILL))
+        drain(w, first)
+        second.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE and "kv_transfer_params" not in second.engine.got[0][1]
+
+
+@pytest.mark.parametrize("when", ["the other engine is asked", "the other engine is dead too", "before the cut"])
+async def test_the_draining_engine_dies(when: str) -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        if when == "before the cut":
+            await first.engine.stop()
+            _, events = await task
+            assert json.loads(events[-1])["error"]["code"] == "ended_early"  # as without a drain
+            return
+        drain(w, first)
+        await w.until(lambda: bool(second.engine.got))
+        await first.engine.stop()
+        if when == "the other engine is dead too":
+            await second.engine.stop()
+            _, events = await task
+            assert json.loads(events[-1])["error"]["code"] in ("ended_early", "unreachable"), events[-1]
+            said = [json.loads(each) for each in events[:-1]]
+            assert WHOLE.startswith(text_of(said)), "what was said is right"
+            return
+        second.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE
+
+
+@pytest.mark.parametrize("when", ["before the cut", "while the other engine is asked", "after it"])
+async def test_the_client_goes_away_and_nothing_is_left(when: str) -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        if when != "before the cut":
+            if when == "after it":
+                second.allow(20)
+            drain(w, first)
+            await w.until(lambda: bool(second.engine.got))
+        task.cancel()
+        await w.until(lambda: first.engine.left == 1)
+        await w.until(lambda: when == "before the cut" or second.engine.left == 1)
+        await w.shows('outcome="client_left"')
+        assert "kvbridge_proxy_held_bytes 0.0" in await w.metrics()
+
+
+async def test_what_stays_is_finished_where_it_is() -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first, seed=7)
+        drain(w, first)
+        first.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE and not second.engine.got
+        assert "return_token_ids" not in first.engine.got[0][1]
+
+
+async def test_without_a_healthy_one_to_go_to_an_answer_goes_on_and_moves_later() -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        second.engine.is_healthy = False
+        await w.until(lambda: len(w.fleet.healthy(Role.DECODE)) == 1)
+        drain(w, first)
+        first.allow(20)
+        second.engine.is_healthy = True
+        await w.until(lambda: len(w.fleet.healthy(Role.DECODE)) == 1)
+        first.allow(21)
+        second.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE and len(second.engine.got[0][1]["prompt"]) > 3 + 10
+
+
+async def test_many_answers_move() -> None:
+    async with counting() as (w, (first, second)):
+        first.allow(10)
+        second.engine.is_healthy = False
+        await w.until(lambda: len(w.fleet.healthy(Role.DECODE)) == 1)
+        tasks = [asyncio.create_task(w.ask(path, BODIES[path])) for path in BODIES for _ in range(10)]
+        await w.until(lambda: len(first.engine.got) == 20)
+        second.engine.is_healthy = True
+        await w.until(lambda: len(w.fleet.healthy(Role.DECODE)) == 2)
+        second.allow(100)
+        drain(w, first)
+        for number in range(12, 60):
+            first.allow(number)
+            await asyncio.sleep(0)
+        for _, events in await asyncio.gather(*tasks):
+            assert answer_of(events) == WHOLE
+        assert len(second.engine.got) == 20 - (20 - first.engine.left) and second.engine.got
+
+
+async def test_a_prefill_engine_counts_as_used_until_its_prompt_was_fetched() -> None:
+    async with counting() as (w, (first, _)):
+        first.allow(0)
+        task = asyncio.create_task(w.ask(COMPLETIONS, BODIES[COMPLETIONS]))
+        await w.until(lambda: bool(first.engine.got))
+        assert f'engine_outstanding{{engine="{named(w.prefill)}",role="prefill"}} 1.0' in await w.metrics()
+        first.allow(1)
+        await w.shows(f'engine_outstanding{{engine="{named(w.prefill)}",role="prefill"}} 0.0')
+        first.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE
