@@ -28,13 +28,12 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "dtype": ("--dtype",),
         "backend": ("--attention-backend", "--attention-config.backend", "-ac.backend"),
         "drafts": ("--speculative-config", "-sc"),
-        "method": ("--speculative-config.method", "-sc.method", "--spec-method"),
-        "draft_model": ("--speculative-config.model", "-sc.model", "--spec-model"),
+        "method": ("--spec-method",),
+        "draft_model": ("--spec-model",),
         "attention": ("--attention-config", "-ac"),
         "conv_dtype": ("--mamba-cache-dtype",),
         "state_dtype": ("--mamba-ssm-cache-dtype",),
         "state_mode": ("--mamba-cache-mode",),
-        "index_dtype": ("--attention-config.indexer-kv-dtype", "-ac.indexer-kv-dtype"),
     },
     "sglang": {
         "tp": ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -160,7 +159,8 @@ def parse(command: str) -> EngineCommand:
         parser.add_argument(*flags, dest=name, type=str if name in TEXTS else _positive, default=None)
     for name, flags in SWITCHES[engine].items():
         parser.add_argument(*flags, dest=name, action="store_true")
-    known, _ = parser.parse_known_args([_dashed(word) for word in words])
+    words = [_dashed(word) for word in words]
+    known, _ = parser.parse_known_args(_folded(words) if engine == "vllm" else words)
     given = {name: value for name, value in vars(known).items() if value is not None}
     return _made(engine, given)
 
@@ -192,13 +192,35 @@ def _dashed(word: str) -> str:
     return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
 
 
+def _folded(words: list[str]) -> list[str]:
+    """vLLM takes `--attention-config.backend X` for a part of that option's JSON. Raises OperatorError."""
+    kept, parts = list[str](), dict[str, dict[str, Any]]()
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        option, *keys = name.split(".")
+        if not (keys and option.startswith("-") and option.lstrip("-")[:1].isalpha()):
+            kept.append(word)
+            continue
+        place, value = parts.setdefault(option, {}), value if equals else next(left, "")
+        for key in keys[:-1]:
+            place = place.setdefault(key.replace("-", "_"), {})
+            if not isinstance(place, dict):
+                raise OperatorError("bad_option", f"{name}: {key} has a value already")
+        try:
+            place[keys[-1].replace("-", "_")] = json.loads(value)
+        except ValueError:
+            place[keys[-1].replace("-", "_")] = value
+    return [*kept, *(f"{option}={json.dumps(each)}" for option, each in parts.items())]
+
+
 def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
     in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
     is_drafting = any(given.get(name) for name in ("drafts", "method", "draft_model"))
     drafts, has_own_drafts = _drafts(engine, given)
     attention = _json("--attention-config", str(given.pop("attention", "")))
-    given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))
+    given["index_dtype"] = str(attention.get("indexer_kv_dtype") or "")
     given.setdefault("backend", str(attention.get("backend") or ""))
     if engine == "vllm":
         given["is_hisparse"] = attention.get("hisparse_config") is not None

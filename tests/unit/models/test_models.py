@@ -435,6 +435,10 @@ def test_a_family_that_is_not_known_is_refused_and_never_guessed() -> None:
         ("vllm --spec-method eagle --spec-model E", {"drafts": "eagle", "has_own_drafts": False}),
         ("""vllm -sc '{"model": "a_mtp"}'""", {"drafts": "a_mtp", "has_own_drafts": False}),
         ("vllm --speculative-config.model ngram", {"drafts": "", "is_drafting": True}),
+        ("vllm --attention-config.hisparse_config.top_k 2048 -tp 2", {"is_hisparse": True, "tp": 2}),
+        ("vllm -ac.hisparse-config.top_k=2048 -ac.backend=FLASHMLA", {"is_hisparse": True, "backend": "FLASHMLA"}),
+        ("vllm -ac.hisparse_config.top_k=2048 --attention-config.backend X", {"is_hisparse": False}),  # the last counts
+        ("vllm serve ./a.b/M --temperature -0.5 -tp 2", {"is_hisparse": False, "tp": 2}),
         ("vllm serve M", {"is_drafting": False}),
         ("sglang --tp 8 --attn-dp-size 4", {"tp": 2}),
         ("sglang --tp 8 --attn-cp-size 2", {"tp": 4}),
@@ -457,6 +461,7 @@ def test_of_a_command_counts_what_decides_the_cache(command: str, expected: dict
         ("my-vllm serve M", "names neither vllm nor sglang"),
         ("docker run --name sglang vllm serve M", "names both sglang and vllm"),
         ("vllm --speculative-config 5", "object"),
+        ("vllm -ac.backend X -ac.backend.more Y", "backend has a value already"),
         ("vllm -ac {indexer", "--attention-config {indexer"),
         ("vllm -tp two", "two"),
         ("vllm -tp 0", "0"),
