@@ -344,7 +344,7 @@ class Agent:
         yield "kvbridge_memory_readers", text, ("state",), states
         for name, text, value in (
             ("kvbridge_wants_open", "Wants under way", lambda: len(self.receiving.wants)),
-            ("kvbridge_offers_open", "Offers not yet released", lambda: len(self.sending.offers)),
+            ("kvbridge_offers_open", "Offers not yet released", lambda: len(self.sending.engines_offers)),
             ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", unclaimed),
             ("kvbridge_offers_tokens", "Tokens of all open offers", lambda: offered_tokens(self.sending)),
             ("kvbridge_engine_attached", "1 while an engine is attached", lambda: self.current.engine is not None),

@@ -1,6 +1,7 @@
-"""Answers whose KV their engines keep for the next turn: ours, and those of which other agents have told us.
+"""KV that engines keep for others that begin with the same tokens: ours, and what other agents have told us of.
 
-Our engine's are told to every agent that we fetch from, whose engine prefills the next turn: on the link that is there.
+Our engine's is told to every agent that we fetch from, on the link that is there: its engine prefills the next turn. So
+engines of one role fetch from each other if their agents `meet` each other.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ CAUSES = {
     "offer_over": "what they name was over when they came: the prefill engine's log has each",
     "prefill_refused": "the prefill engine refused its half of the call, or was hung up on: its log has each",
     "reclaimed": "they came when the prefill engine had needed its blocks: its pool is small for its load",
+    "kept_no_longer": "what another engine kept of them was released before they came",
     "incompatible": "the two engines' KV cannot be converted: `kvbridge plan` says why",
     "not_sent": "this engine's agent was not there",
     "agent_lost": "this engine's agent ended meanwhile",

@@ -71,7 +71,9 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
     """One line per offer, the oldest first. `name_of` gives the name of an incarnation's agent."""
     unclaimed = {offered.number for offered in sending.unclaimed(now)}
     claimed_by = {
-        out.offered.number: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None
+        out.offered.engines_number: out.incarnation
+        for out in sending.outgoing_transfers.values()
+        if out.offered is not None
     }
     return tuple(
         OfferStatus(
@@ -84,7 +86,7 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
             age_s=_age(offered.began, now),
             left_s=_left(sending.held_until(offered), now),
         )
-        for offered in islice(sending.offers.values(), MOST_OFFERS_SHOWN)
+        for offered in islice(sending.engines_offers, MOST_OFFERS_SHOWN)
     )
 
 
@@ -102,12 +104,13 @@ def _with_total(status: PeerStatus, total: Total) -> PeerStatus:
 
 def held(sending: Sender, now: float) -> HeldCounts:
     """Of all offers, also beyond those that are shown."""
-    return HeldCounts(offers=len(sending.offers), unclaimed=len(sending.unclaimed(now)), tokens=offered_tokens(sending))
+    offers = sending.engines_offers
+    return HeldCounts(offers=len(offers), unclaimed=len(sending.unclaimed(now)), tokens=offered_tokens(sending))
 
 
 def offered_tokens(sending: Sender) -> int:
-    """Of all open offers. Callable from any thread: `list` copies atomically."""
-    return min(MOST_COUNT, sum(offered.tokens - offered.first_token for offered in list(sending.offers.values())))
+    """Of all open offers. Callable from any thread."""
+    return min(MOST_COUNT, sum(offered.tokens - offered.first_token for offered in sending.engines_offers))
 
 
 def _age(since: float, now: float) -> float:
@@ -122,7 +125,7 @@ def _left(until: float | None, now: float) -> float | None:
 def _state(offered: OpenOffer, is_unclaimed: bool) -> str:
     if offered.over is not None:
         return "ending"
-    if offered.want is not None:
+    if offered.want is not None or offered.shares:
         return "claimed"
     return "computing" if not offered.is_last else "unclaimed" if is_unclaimed else "awaited"
 

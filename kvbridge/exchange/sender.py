@@ -8,6 +8,7 @@ read them; this does not wait for the network.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -60,6 +61,7 @@ class Sender:
         self._undecided: dict[str, OutgoingTransfer] = {}
         self._lost_claims: list[int] = []  # open offers of which a claim was lost since the last tick
         self._rendezvous = Rendezvous()
+        self._share_numbers = itertools.count(-1, -1)  # engines give others
         self._is_paused = False
         opened = OpenAnswers()
         self._deadlines, self._pending = opened.deadlines, opened.pending
@@ -89,7 +91,7 @@ class Sender:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
-        offered.hold_s, offered.is_kept = offer.hold_s, bool(offer.prefixes)
+        offered.hold_s, offered.is_kept, offered.prefixes = offer.hold_s, bool(offer.prefixes), offer.prefixes
         self._holds.set(offer.number, now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
@@ -156,6 +158,7 @@ class Sender:
                     self._undecided[out.transfer] = out
                 continue
             if offered.want is None:
+                offered = self._share(offered, out.started) if offered.is_kept else offered
                 offered.want, offered.receivers = out.claim.want, out.claim.receivers
                 offered.is_declined = out.claim.first_token == out.claim.end_token
             elif offered.receivers != out.claim.receivers:
@@ -169,7 +172,8 @@ class Sender:
             self._clear_lost(offered, out.claim.receiver)
             self._stop_waiting(out)
             out.bind()
-            actions.append(Met(out.transfer, out.incarnation, offered.number, out.plan.chunks, out.plan.total_bytes))
+            size = out.plan.chunks, out.plan.total_bytes
+            actions.append(Met(out.transfer, out.incarnation, offered.engines_number, *size))
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.receiver)
                 out.finish()
@@ -180,6 +184,20 @@ class Sender:
                 if out.state is TransferState.FLOWING:
                     actions += out.flow()
         return actions
+
+    def _share(self, kept: OpenOffer, now: float) -> OpenOffer:
+        """What one want may read of what is kept, which is kept for longer because it is used."""
+        share = kept.share(next(self._share_numbers), now)
+        self.offers[share.number] = share
+        self._rendezvous.enter(share)
+        self._holds.set(share.number, now + kept.hold_s)
+        self._use(kept, now)
+        return share
+
+    def _use(self, kept: OpenOffer, now: float) -> None:
+        """Others are released before it."""
+        self.offers[kept.number] = self.offers.pop(kept.number)
+        self._holds.set(kept.number, now + kept.hold_s)
 
     def _stop_waiting(self, out: OutgoingTransfer) -> None:
         self._undecided.pop(out.transfer, None)
@@ -274,7 +292,7 @@ class Sender:
         all_served = offered.want is not None and len(offered.served) == offered.receivers
         if offered.state is OfferState.RELEASED or (offered.state is OfferState.OPEN and not all_served):
             return []
-        if any(out.is_reading for out in offered.outgoing_transfers.values()):
+        if offered.shares or any(out.is_reading for out in offered.outgoing_transfers.values()):
             return []
         if offered.state is OfferState.OPEN and any(out.will_read for out in offered.outgoing_transfers.values()):
             return []  # those of a receiver that claimed again included
@@ -283,6 +301,9 @@ class Sender:
         self._holds.clear(offered.number)
         self._deadlines.clear(("lost", str(offered.number)))
         self._rendezvous.leave(offered)
+        if offered.of is not None:
+            del offered.of.shares[offered.number]
+            return self._release_if_over(offered.of)
         code, reason = offered.over or offered.short or ("", "")
         return [Tell(released(offered, code, reason, is_declined=offered.is_declined and not code))]
 
@@ -307,8 +328,12 @@ class Sender:
 
         With `comes_again` the request will be offered again: later claims wait for that.
         """
-        offered = self.offers.get(number)
-        return [] if offered is None else self._end_offer(offered, "withdrawn", reason, now, comes_again)
+        if (offered := self.offers.get(number)) is None:
+            return []
+        actions = self._end_offer(offered, "withdrawn", reason, now, comes_again)
+        for share in list(offered.shares.values()):
+            actions += self._end_offer(share, "withdrawn", reason, now)
+        return actions
 
     def no_offer(self, message: NoOffer, now: float) -> None:
         """Our engine offers nothing more for a call. `answers` refuses the claims that wait for it."""
@@ -339,13 +364,23 @@ class Sender:
         return actions
 
     def _make_room(self, latest: OpenOffer, most_blocks: int, now: float) -> list[Action]:
-        """End kept answers that nobody has asked for, oldest first, until all that are kept have so many blocks."""
+        """End what need not be kept, and what nobody has asked for, least recently used first.
+
+        What is kept has at most so many blocks afterwards, unless more of them are read.
+        """
         kept = [each for each in self.offers.values() if each.is_kept and each.state is OfferState.OPEN]
-        excess, actions = sum(each.blocks for each in kept) - most_blocks, list[Action]()
+        actions = list[Action]()
+        for each in kept:
+            if each is not latest and begins_with(each, latest):
+                self._use(each, now)
+                return actions + self._end_offer(latest, "reclaimed", f"all of it is kept: offer {each.number}", now)
+            if each is not latest and begins_with(latest, each) and not each.shares:
+                actions += self._end_offer(each, "reclaimed", f"all of it is kept: offer {latest.number}", now)
+        excess = sum(each.blocks for each in kept if each.state is OfferState.OPEN) - most_blocks
         for offered in self.unclaimed(now):
             if excess > 0 and offered.is_kept and offered is not latest and offered.rendezvous not in self._waiting:
                 excess -= offered.blocks
-                reason = f"later answers are kept instead: {most_blocks} blocks at most"
+                reason = f"others are kept instead: {most_blocks} blocks at most"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
         return actions
 
@@ -369,7 +404,8 @@ class Sender:
             if offered.rendezvous not in awaited:
                 awaited[offered.rendezvous] = self._rendezvous.awaited_in(offered.rendezvous, now)
             awaited[offered.rendezvous] -= 1
-            if awaited[offered.rendezvous] < 0 and offered.is_last and offered.want is None:
+            is_claimed = offered.want is not None or offered.shares
+            if awaited[offered.rendezvous] < 0 and offered.is_last and not is_claimed:
                 found.append(offered)
         return found
 
@@ -378,6 +414,8 @@ class Sender:
     ) -> list[Action]:
         if offered.state is not OfferState.OPEN:
             return []
+        if offered.is_kept and code in ("offer_expired", "reclaimed"):
+            code = "kept_no_longer"  # nobody was sure to come
         offered.state, offered.over = OFFER_TABLE[offered.state, OfferEvent.END], (code, reason)
         actions: list[Action] = []
         heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
@@ -495,7 +533,8 @@ class Sender:
         for rendezvous, count in Counter(rendezvous_ids).items():
             for offered in self._rendezvous.await_in(rendezvous, incarnation, count, now):
                 self._holds.set(offered.number, now + offered.hold_s)
-                held.append(offered.number)
+                if offered.of is None:
+                    held.append(offered.number)
         pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
         return [Tell(Held(numbers=tuple(piece))) for piece in pieces]
 
@@ -572,6 +611,11 @@ class Sender:
 
     # For others to look at:
 
+    @property
+    def engines_offers(self) -> list[OpenOffer]:
+        """Without shares of what is kept. Callable from any thread: `list` copies atomically."""
+        return [each for each in list(self.offers.values()) if each.of is None]
+
     def is_awaited(self, rendezvous: str) -> bool:
         """Whether claims wait for an offer under this id."""
         return rendezvous in self._waiting
@@ -617,7 +661,15 @@ def released(offer: Offer | OpenOffer, code: str, reason: str = "", is_declined:
     )
 
 
+def begins_with(kept: OpenOffer, other: OpenOffer) -> bool:
+    """Whether `kept` begins with all that `other` is known to have."""
+    count = len(other.prefixes)
+    return 0 < count <= len(kept.prefixes) and kept.prefixes[count - 1] == other.prefixes[-1]
+
+
 def _why_expired(offered: OpenOffer, now: float) -> str:
+    if offered.is_kept:
+        return f"hold_s: {offered.hold_s:g} passed since it was kept or last used"
     if offered.want:
         return f"hold_s: {offered.hold_s:g} passed; not all ranks of {offered.want} came"
     tokens, age_s = offered.tokens - offered.first_token, now - offered.began

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Literal, NamedTuple
 
+from kvbridge_proto.common import Prefixes
 from kvbridge_proto.engine import Want
 from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, RouteToSender, SlotLease
 
@@ -252,7 +253,11 @@ class Known(NotOffered, Enum):
 
 @dataclass(slots=True)
 class OpenOffer:
-    """One request of our engine whose KV may be read. `want` names the want it serves, once claimed."""
+    """One request of our engine whose KV may be read. `want` names the want it serves, once claimed.
+
+    What is kept serves any number of wants, each by one of its `shares`: an offer of the same blocks that is `of` the
+    kept one. That stays unclaimed, and is released when no share is left.
+    """
 
     number: int
     request: str
@@ -278,7 +283,35 @@ class OpenOffer:
     began: float = 0.0
     computed_by: float | None = None  # when its rows were first seen to be computed, while its engine lacked blocks
     hold_s: float = 0.0
-    is_kept: bool = False  # an answer's KV, for the next turn
+    is_kept: bool = False  # for requests that begin with the same tokens
+    prefixes: Prefixes = ()
+    of: OpenOffer | None = field(default=None, repr=False)
+    shares: dict[int, OpenOffer] = field(default_factory=dict, repr=False)
+
+    def share(self, number: int, now: float) -> OpenOffer:
+        """What one want may read of this kept offer."""
+        share = OpenOffer(
+            number,
+            self.request,
+            self.rendezvous,
+            self.tables,
+            self.first_token,
+            self.tokens,
+            self.is_last,
+            self.fence,
+            deque(self.steps),
+            self.readable,
+            began=now,
+            hold_s=self.hold_s,
+            of=self,
+        )
+        self.shares[number] = share
+        return share
+
+    @property
+    def engines_number(self) -> int:
+        """The number by which our engine knows it."""
+        return self.number if self.of is None else self.of.number
 
     def grew(self, fence: int, tokens: int) -> None:
         """`tokens` are computed once the engine's fence reaches `fence`."""

@@ -92,9 +92,11 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     `first_token` and `tokens` count tokens of the request, the same on all ranks of an engine. `blocks` are this rank's
     (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
 
-    With `prefixes` these are the KV of a prompt and its answer, kept for a request that goes on from there. The agents
-    that the agent fetches from are told (Keeps in peer.py), if their engines want to hear it. All kept answers may hold
-    `most_kept` blocks: the oldest that nobody has claimed make room for this one, by their Released (`reclaimed`).
+    With `prefixes` these are tokens kept for requests that begin with them, such as a prompt and its answer. The agents
+    that the agent fetches from are told (Keeps in peer.py), if their engines want to hear it. Such an offer serves any
+    number of wants, and each prolongs `hold_s`; it ends as `kept_no_longer`. So it does, unless it is read, if another
+    begins with all its prefixes. All that is kept may hold `most_kept` blocks: what nobody reads makes room for this
+    one, the least recently used first.
     """
 
     number: Number
@@ -355,7 +357,7 @@ class ReleasedAll(Struct, frozen=True, kw_only=True, tag="released_all"):
 
 
 class KeptBy(Struct, frozen=True, kw_only=True, tag="kept_by"):
-    """The agent `sender` offers the tokens of these prefixes under this id, for one want; without any: no longer.
+    """The agent `sender` offers the tokens of these prefixes under this id; without any: no longer.
 
     Prefix i are a request's first (i + 1) * PREFIX_TOKENS tokens. Only to an engine that `takes_kept`.
     """

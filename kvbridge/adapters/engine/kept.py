@@ -1,4 +1,4 @@
-"""Which prefixes of prompts other engines keep, of conversations that they have answered. Pure."""
+"""Which prefixes of prompts other engines keep, of what they have prefilled or answered. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_DEADLINE_S = 5.0  # a fetch of what is kept must not take longer than compu
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """The first `tokens` tokens of a request can be fetched from `sender`, once, under this id."""
+    """The first `tokens` tokens of a request can be fetched from `sender` under this id."""
 
     rendezvous: str
     sender: str
@@ -46,7 +46,7 @@ class KeptPrefixes:
             self._with.setdefault(prefix, {})[kept.rendezvous] = None
 
     def gone(self, rendezvous: str) -> None:
-        """It was fetched, or is kept no longer."""
+        """It is kept no longer, or did not come."""
         if (kept := self._answers.pop(rendezvous, None)) is not None:
             for prefix in enumerate(kept.prefixes, 1):
                 del self._with[prefix][rendezvous]

@@ -75,7 +75,7 @@ class EarlierTurns:
         number: int = talk.new_number()
         first, page = len(fetch.before), tree.page_size
         self._open[number] = fetch
-        self._kept.gone(found.rendezvous)  # it serves one request
+        self._kept.gone(found.rendezvous)  # our prefix cache will have it
         talk.want(
             Want(
                 number=number,

@@ -48,12 +48,11 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._of_request)
 
-    def begin(self, request: Any, want: Want, is_for_all: bool = True) -> None:
-        """This want is sent. Others share it if it `is_for_all`."""
+    def begin(self, request: Any, want: Want) -> None:
+        """This want is sent."""
         fetch = Fetch(want, {want.number: request})
         self._of_request[request.request_id] = want.number, fetch
-        if is_for_all:
-            self._of_prompt[want.sender, want.rendezvous] = fetch
+        self._of_prompt[want.sender, want.rendezvous] = fetch
 
     def find(self, want: Want, before: Fetch | None) -> Fetch | None:
         """The fetch of the same rows that is under way. None if this request has shared another one `before`."""
@@ -95,12 +94,16 @@ class Fetches:
             del self._of_prompt[key]
         return [Abandon(number=fetch.want.number, reason=reason)]
 
-    def failed(self, request_ids: Set[str], blocks: Set[int]) -> None:
-        """A worker did not get these requests' rows, or, as vLLM before 0.30 is told, not those of these blocks."""
+    def failed(self, request_ids: Set[str], blocks: Set[int]) -> list[Want]:
+        """A worker did not get these requests' rows, or, as vLLM before 0.30 is told, not those of these blocks.
+
+        Returns what has failed so far of all that is under way.
+        """
         for request_id, (number, fetch) in self._of_request.items() if request_ids or blocks else ():
             if number == fetch.want.number:
                 ids = chain.from_iterable(piece.ids for piece in fetch.want.blocks)
                 fetch.has_failed |= request_id in request_ids or not blocks.isdisjoint(ids)
+        return [fetch.want for _, fetch in self._of_request.values() if fetch.has_failed]
 
     def reported(self, request_id: str) -> tuple[list[int], list[Want]]:
         """All workers have reported it. Returns the number of a fetch that is over, and what is given back."""

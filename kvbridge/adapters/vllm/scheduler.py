@@ -132,7 +132,6 @@ class PromptOffered:
     tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    is_looked_up: bool = False  # whether others keep its beginning
     has_fetched: bool = False  # rows of it came, or are to come, from others
     awaits_until: float = 0.0  # when it stops waiting for another engine to keep its beginning
     prefixes: tuple[bytes, ...] = ()  # of all that others may keep; empty until they are needed
@@ -148,7 +147,7 @@ class PromptWanted:
 
     `want` is an empty one: it declines the prompt. `shared` is a fetch of the same prompt, for another request, that
     this one waits for or has waited for; `joins` if its rows are to be copied. `is_late`: they were there before this
-    one had blocks. `kept_tokens`: only so many are kept, of an earlier turn.
+    one had blocks. `kept_tokens`: only so many are there, of what another engine keeps.
     """
 
     want: Want
@@ -200,6 +199,7 @@ class SchedulerSide:
         self._receiving: dict[str, PromptWanted] = {}
         self._kept = KeptPrefixes()
         self._has_heard_kept = False
+        self._looked_up: set[str] = set()  # requests that fetch no more of what others keep
         self._outdated: set[str] = set()  # requests that had begun when the weights changed: their rows are of both
         self._came: list[str] = []  # since the last step
         # Requests whose prompt will be computed here: its tokens, and why.
@@ -557,7 +557,8 @@ class SchedulerSide:
         modules, each looks one token further, so as many tokens are computed again.
         """
         receiving = self._receiving.get(request.request_id)
-        if (receiving is not None or request.request_id in self._sending) and self._is_asking():
+        may_fetch = receiving is not None or request.request_id in self._sending or self._has_heard_kept
+        if may_fetch and self._is_asking():
             return None, False
         if receiving is None and self._awaits_kept(request, computed):
             return None, False
@@ -570,9 +571,7 @@ class SchedulerSide:
             return 0, False
         count = request.num_prompt_tokens - self._last_tokens - computed
         if receiving.kept_tokens:
-            is_there = receiving.want.rendezvous in self._kept
-            count = min(count, receiving.kept_tokens - computed) if is_there else 0
-            return (count, True) if count >= PREFIX_TOKENS else (0, False)
+            return self._matched_kept(request, receiving, min(count, receiving.kept_tokens - computed))
         if (fetch := self._fetches.find(receiving.want, receiving.shared)) is not None:
             receiving.shared, is_open = fetch, not fetch.is_over and computed >= fetch.want.first_token
             can_join = is_open and count > 0 and self._tables.keeps_all
@@ -585,31 +584,44 @@ class SchedulerSide:
         receiving.is_late = is_late and not receiving.joins
         return (count, True) if count > 0 and not receiving.is_late else (0, False)
 
+    def _matched_kept(self, request: Request, receiving: PromptWanted, count: int) -> tuple[int | None, bool]:
+        """How many of `count` tokens to fetch of what another engine keeps. None while another request fetches them."""
+        if receiving.want.rendezvous not in self._kept or count < PREFIX_TOKENS:
+            return 0, False
+        fetch = self._fetches.find(receiving.want, receiving.shared) if self._caches_prefixes else None
+        if fetch is not None and self._fetches.is_needed(fetch):
+            receiving.shared = fetch
+            fetch.waiting.add(request.request_id)
+            return None, False
+        return count, True
+
     def _awaits_kept(self, request: Request, computed: int) -> bool:
         """Whether this request goes on from what another engine is about to keep, and we have not heard of it yet."""
         sending = self._sending.get(request.request_id)
-        if sending is None or sending.is_looked_up or self._clock() >= sending.awaits_until:
+        if sending is None or request.request_id in self._looked_up or self._clock() >= sending.awaits_until:
             return False
         most = (request.num_prompt_tokens - self._last_tokens) // PREFIX_TOKENS * PREFIX_TOKENS
         if self._weights == UNNAMED or not self._has_agents or computed + PREFIX_TOKENS > most:
             return False
-        found = self._find_kept(sending)
+        found = self._find_kept(request)
         return found is None or found.tokens < most
 
-    def _find_kept(self, sending: PromptOffered) -> KeptPrefix | None:
-        request = sending.request
-        sending.prefixes = sending.prefixes or prefixes(request, request.num_prompt_tokens - self._last_tokens)
-        return self._kept.find(sending.prefixes)
+    def _find_kept(self, request: Request) -> KeptPrefix | None:
+        sending = self._sending.get(request.request_id)
+        found = sending.prefixes if sending is not None else ()
+        found = found or prefixes(request, request.num_prompt_tokens - self._last_tokens)
+        if sending is not None:
+            sending.prefixes = found
+        return self._kept.find(found)
 
     def _look_up(self, request: Request) -> PromptWanted | None:
-        """What another engine keeps of a prompt that we are to offer: an earlier turn of its conversation."""
-        sending = self._sending.get(request.request_id)
-        if not self._kept or sending is None or sending.is_looked_up or self._weights == UNNAMED:
+        """What another engine keeps of a prompt that we are to compute, such as an earlier turn of its conversation."""
+        if not self._kept or request.request_id in self._looked_up or self._weights == UNNAMED:
             return None
-        sending.is_looked_up = True
+        self._looked_up.add(request.request_id)
         if request.skip_reading_prefix_cache:
             return None
-        if (found := self._find_kept(sending)) is None:
+        if (found := self._find_kept(request)) is None:
             return None
         want = self._nothing_of(request, found.rendezvous, Remote(found.rendezvous, found.sender), is_offered=True)
         want = replace(want, deadline_s=min(want.deadline_s, KEPT_DEADLINE_S))
@@ -624,6 +636,7 @@ class SchedulerSide:
         receiving = self._receiving.pop(request.request_id, None)
         if receiving is None:
             return
+        self._looked_up.add(request.request_id)
         # In vLLM's own record too: a retry after a failed receive must not fetch again.
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
@@ -633,8 +646,6 @@ class SchedulerSide:
             self._stop_waiting(request.request_id, receiving, "not needed")
         if receiving.kept_tokens and external_tokens == 0:  # our own prefix cache has most of it
             return self._step.before.append(Abandon(number=want.number, reason="not needed"))
-        if receiving.kept_tokens:
-            self._kept.gone(want.rendezvous)  # it serves one request
         if external_tokens == 0:
             self._step.before.append(want)
             if receiving.is_late:
@@ -653,7 +664,7 @@ class SchedulerSide:
             self._fetches.join(request, filled, shared, want)
             self._step.joined[filled.number] = shared.want.number
         else:
-            self._fetches.begin(request, filled, is_for_all=not receiving.kept_tokens)
+            self._fetches.begin(request, filled)
         self._step.before.append(filled)
         self._step.awaited[filled.number] = request.request_id
 
@@ -675,6 +686,7 @@ class SchedulerSide:
         self._unfetched.pop(request_id, None)
         is_outdated = request_id in self._outdated
         self._outdated.discard(request_id)
+        self._looked_up.discard(request_id)
         if (receiving := self._receiving.pop(request_id, None)) is not None:  # it never got blocks
             abandon = Abandon(number=receiving.want.number, reason="not needed")
             self._step.before.append(abandon if receiving.kept_tokens else receiving.want)
@@ -696,12 +708,15 @@ class SchedulerSide:
             return False, params
         self._hold(request_id, sending.number, tables)
         self.held.unpin(sending.number)
-        if not (request.status in PREFILLED and sending.is_whole):
+        if request.status in PREFILLED and sending.is_whole:
+            if not is_outdated and (number := self._keep(request, tables)):
+                self._hold(request_id, number, tables)
+            if self._is_paused:
+                self._give_up_held()
+        else:
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
             reason = sending.lacking or request.status.name.lower()
             self._step.before.append(Withdraw(number=sending.number, reason=reason))
-        elif self._is_paused:
-            self._give_up_held()
         return True, params
 
     def _hold(self, request_id: str, number: int, tables: Sequence[Sequence[int]]) -> None:
@@ -709,15 +724,13 @@ class SchedulerSide:
         self.held.hold(request_id, chain.from_iterable(tables))
 
     def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> int:
-        """Offer an answer's KV for the next turn of its conversation. Returns the offer's number, 0 if it is not kept.
+        """Offer the KV of a prompt and its answer to all that begins so. Returns the offer's number, 0 if not kept.
 
-        So is one that its client has ended: another engine may go on with it.
-        Not without the KV of the last token, nor of those before it for which a draft's rows are guesses. Windows and
-        states are those of the answer's end, which a next turn that goes on from earlier has no use for.
+        So is one that its client has ended: another engine may go on with it. Not without the KV of the last token, nor
+        of those before it for which a draft's rows are guesses. Windows and states are those of the answer's end, which
+        a prompt that goes on from earlier has no use for.
         """
-        params = request.kv_transfer_params
-        was_wanted = isinstance(params, dict) and "do_remote_prefill" in params and not params.get("do_remote_decode")
-        if not (self._options.return_s and (was_wanted or self._wants_all) and request.status in ANSWERED):
+        if not (self._options.return_s and request.status in ANSWERED):
             return 0
         if not request.num_output_tokens:  # its prompt may not have come
             return 0
@@ -904,7 +917,9 @@ class SchedulerSide:
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
-        self._fetches.failed(getattr(output, "failed_recving", None) or set(), output.invalid_block_ids or set())
+        failed = getattr(output, "failed_recving", None) or set(), output.invalid_block_ids or set()
+        for want in self._fetches.failed(*failed):
+            self._kept.gone(want.rendezvous)  # the next request is not to wait for it, too
         for request_id in output.finished_recving or ():
             over, returned = self._fetches.reported(request_id)
             self._step.reported += over

@@ -275,11 +275,10 @@ class WorkerSide:
         for message in step.after:
             assert isinstance(message, Offer)
             conversation.offer(replace(message, fence=fence))
-        for number, request_id in step.held.items():
-            if conversation.is_open(number):
-                self._sends[number] = request_id
-            else:
-                self._reports.sent.add(request_id)  # it has ended already
+        self._sends |= step.held
+        for number in step.held:
+            if not conversation.is_open(number):
+                self._sent(number)  # it has ended already
 
     def results(self) -> Reports:
         """What was finished since the last step."""
@@ -326,8 +325,7 @@ class WorkerSide:
                 case Ended(number=number, request=name, code=code, reason=reason):
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
-                    if (request_id := self._sends.pop(number, None)) is not None:
-                        self._reports.sent.add(request_id)
+                    self._sent(number)
                 case Adopt():
                     answer = self._scales.answer(heard)
                     log.info("asked to take the scales of the prefilling engine: %s", answer)
@@ -336,6 +334,12 @@ class WorkerSide:
                     self._scales.is_taking = False
                 case KeptBy():
                     self._kept.append(heard)
+
+    def _sent(self, number: int) -> None:
+        """This offer has ended. The blocks of a request are free once all of its offers have: it may be kept, too."""
+        request_id = self._sends.pop(number, None)
+        if request_id is not None and request_id not in self._sends.values():
+            self._reports.sent.add(request_id)
 
     def _want_ended(self, ended: Ended) -> None:
         number, name, code = ended.number, ended.request, ended.code

@@ -131,8 +131,8 @@ class PullSending(SendingRoute):
             assert offered is not None
             self.digesting += 1
             out.digesting += 1
-            order = (out.transfer, offered.number, offered.request, out.plan, offered.tables, out.checks.popleft())
-            actions.append(Digest(*order))
+            number, request = offered.engines_number, offered.request
+            actions.append(Digest(out.transfer, number, request, out.plan, offered.tables, out.checks.popleft()))
             if out.can_digest:
                 self.comparing[out.transfer] = out
         return actions

@@ -86,7 +86,7 @@ class OutgoingBySlots(OutgoingTransfer):
         offered, claim = self.offered, self.claim
         assert offered is not None
         self.is_ordered = True
-        what = self.transfer, offered.number, offered.request, self.incarnation, self.plan
+        what = self.transfer, offered.engines_number, offered.request, self.incarnation, self.plan
         order = SendOrder(*what, claim.token, claim.receiver_epoch, self.session.digest)
         early = [Credit(self.transfer, self.early)] if self.early else []
         self.early = ()

@@ -99,10 +99,60 @@ def test_without_the_option_nothing_is_kept(world: World, agent: FakeAgent) -> N
     world.finish()
 
 
-def test_what_came_by_no_bridge_is_not_kept(keeping: World) -> None:
-    keeping.request(200, max_tokens=3)
-    keeping.run()
-    assert not keeping.agent.take(Offer)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_came_by_no_bridge_is_kept_too(keeping: World, tokens: int) -> None:
+    request = keeping.request(200, max_tokens=tokens)
+    for _ in range(20):
+        keeping.step()
+    offer = keeping.agent.one(Offer)
+    assert offer.tokens == 199 + tokens and offer.prefixes == prefixes(list(request.all_token_ids)[: 199 + tokens])
+    keeping.agent.say(Released(number=offer.number, request="r"))
+    keeping.finish()
+
+
+@pytest.mark.parametrize("first", ["prompt", "kept"])
+def test_a_prompt_is_offered_for_decode_and_kept_for_others_in_the_same_blocks(keeping: World, first: str) -> None:
+    """They are free once both offers are over, whichever ends first."""
+    request = keeping.prefill(200)
+    keeping.steps(8)
+    *pieces, kept = keeping.agent.take(Offer)
+    prompt = pieces[-1]
+    assert (prompt.is_last, prompt.tokens, prompt.prefixes) == (True, 200, ())
+    assert (kept.is_last, kept.tokens, kept.prefixes) == (True, 200, prefixes(list(request.prompt_token_ids)))
+    assert kept.number != prompt.number and kept.rendezvous != prompt.rendezvous and kept.most_kept
+    ids = [block for piece in pieces for each in piece.blocks for block in each.ids]
+    assert list(kept.blocks[0].ids) == ids
+    free = keeping.free_blocks
+    ends = [prompt, kept] if first == "prompt" else [kept, prompt]
+    keeping.agent.say(Released(number=ends[0].number, request="r"))
+    keeping.steps(3)
+    assert keeping.free_blocks == free and keeping.connector.scheduler.held
+    keeping.agent.say(Released(number=ends[1].number, request="r"))
+    keeping.finish()
+
+
+def test_a_prompt_that_is_not_offered_whole_is_not_kept(keeping: World) -> None:
+    request = keeping.prefill(200)
+    keeping.steps(2)
+    keeping.abort(request)
+    keeping.agent.is_answering_withdrawals = True
+    keeping.steps(4)
+    assert not [each for each in keeping.agent.take(Offer) if each.prefixes]
+    keeping.finish()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_without_an_agent_the_blocks_of_both_are_free(keeping: World, lost: bool) -> None:
+    keeping.prefill(200)
+    keeping.steps(3)
+    if lost:
+        keeping.agent.let_go()
+    keeping.steps(8)
+    keeping.agent.let_go()
+    for _ in range(5):
+        keeping.step()
+        keeping.clock.now += 1
+    keeping.finish()
 
 
 def running(world: World, sampled: int = 4) -> Any:
@@ -296,18 +346,109 @@ def test_if_it_does_not_come_the_prompt_is_computed(world: World, agent: FakeAge
     world.finish()
 
 
-def test_each_answer_serves_one_prompt(world: World, agent: FakeAgent) -> None:
+def end_all(world: World) -> None:
+    """All prompts were fetched."""
+    for offer in [each for each in world.agent.take(Offer) if each.is_last]:
+        world.agent.say(Released(number=offer.number, request="r"))
+    world.finish()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_two_prompts_that_begin_so_fetch_it_once(world: World, agent: FakeAgent, is_good: bool) -> None:
     said, prompt = turns(world)
     hear(world, kept_of(said))
-    first, second = world.prefill(prompt=prompt), world.prefill(prompt=[*prompt, 1, 2, 3])
+    first, second = world.prefill(prompt=prompt), world.prefill(prompt=[*said, *range(90)])
     world.steps(3)
     (want,) = agent.take(Want)
-    agent.say(done(want))
+    assert not agent.take(Offer)
+    end = done(want) if is_good else Failed(number=want.number, request="r", code="kept_no_longer", reason="gone")
+    agent.say(end)
     world.steps(12)
-    for offer in [each for each in agent.take(Offer) if each.is_last]:
-        agent.say(Released(number=offer.number, request="r"))
+    assert not agent.take(Want)
+    offers = agent.take(Offer)
+    for request in (first, second):
+        pieces = [each for each in offers if each.request == request.request_id]
+        assert pieces[0].tokens > 128 or not is_good, "steps compute 64 tokens at most"
+        agent.say(Released(number=pieces[-1].number, request="r"))
     world.finish()
-    assert first.num_prompt_tokens + 3 == second.num_prompt_tokens
+
+
+def test_without_a_prefix_cache_each_fetches_it(hooks: str, tmp_path: Path) -> None:
+    world = World(tmp_path, hooks=hooks, caching=False).ready()
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    for last in (1, 2):
+        world.prefill(prompt=[*prompt, last])
+    world.steps(3)
+    wants = world.agent.take(Want)
+    assert [(each.rendezvous, each.end_token) for each in wants] == [("kept-1", 128)] * 2
+    assert not set(wants[0].blocks[0].ids) & set(wants[1].blocks[0].ids)
+    for want in wants:
+        world.agent.say(done(want))
+    world.steps(12)
+    end_all(world)
+
+
+def test_if_the_first_is_gone_the_second_fetches_it(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    first = world.prefill(prompt=prompt)
+    world.prefill(prompt=[*prompt, 1])
+    world.steps(3)
+    want = agent.one(Want)
+    world.abort(first)
+    world.steps(2)
+    agent.say(done(want))
+    world.steps(3)
+    for again in agent.take(Want):
+        agent.say(done(again))
+    world.steps(12)
+    end_all(world)
+
+
+def test_it_is_fetched_again_once_our_own_cache_has_lost_it_unless_that_failed(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    for turn, comes in enumerate((True, False, False)):
+        world.prefill(prompt=[*prompt, turn])
+        world.steps(3)
+        wants = agent.take(Want)
+        assert len(wants) == (turn < 2), "what failed once is not waited for again"
+        for want in wants:
+            bad = Failed(number=want.number, request="r", code="deadline", reason="late")
+            agent.say(done(want) if comes else bad)
+        world.steps(10)
+        end_all(world)
+        assert world.scheduler.reset_prefix_cache() or True
+        world.connector.scheduler.weights_are("default")
+
+
+def test_a_request_that_nobody_tagged_fetches_what_is_kept(world: World, agent: FakeAgent) -> None:
+    """Engines that do both fetch from each other; so does decode where a router has no prompt prefilled."""
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    request = world.request(prompt=prompt, max_tokens=3)
+    world.steps(3)
+    want = agent.one(Want)
+    assert (want.first_token, want.end_token, want.rendezvous) == (0, 128, "kept-1")
+    agent.say(done(want))
+    world.run()
+    assert [each.tokens for each in agent.take(Computed)] == [230 - 1 - 128]
+    assert request.num_output_tokens == 3
+    world.finish()
+
+
+def test_a_request_that_decode_fetches_whole_asks_nobody_else(world: World, agent: FakeAgent) -> None:
+    said, prompt = turns(world)
+    hear(world, kept_of(said))
+    world.decode(prompt=prompt, max_tokens=2)
+    world.steps(3)
+    want = agent.one(Want)
+    assert want.rendezvous != "kept-1"
+    agent.say(Failed(number=want.number, request="r", code="unknown_offer", reason="none"))
+    world.run()
+    assert not agent.take(Want), "a request that has failed once fetches no more"
+    world.finish()
 
 
 @pytest.mark.parametrize("why", ["gone", "other tokens", "salt", "cached", "short", "logprobs", "no weights"])
