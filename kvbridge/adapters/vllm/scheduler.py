@@ -201,7 +201,7 @@ class SchedulerSide:
         self._has_heard_kept = False
         self._looked_up: set[str] = set()  # requests that fetch no more of what others keep
         self._outdated: set[str] = set()  # requests that had begun when the weights changed: their rows are of both
-        self._came: list[str] = []  # since the last step
+        self._came: list[str] = []  # requests of which we know since the last step what to fetch
         # Requests whose prompt will be computed here: its tokens, and why.
         self._unfetched: dict[str, tuple[int, str]] = {}
         self._fetches = Fetches(lambda request: request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -342,7 +342,6 @@ class SchedulerSide:
     def new_request(self, request: Request) -> None:
         self._pressure.came(request.request_id, request.num_prompt_tokens)
         self._classify(request)
-        self._came.append(request.request_id)
 
     def _classify(self, request: Request) -> None:
         """Decide whether the request is to be offered or fetched."""
@@ -466,7 +465,11 @@ class SchedulerSide:
             self._compute(request, "reads_all")
             self._step.before.append(nothing)
         else:
-            self._receiving[request.request_id] = PromptWanted(nothing, request.num_prompt_tokens)
+            self._awaits(request, PromptWanted(nothing, request.num_prompt_tokens))
+
+    def _awaits(self, request: Request, receiving: PromptWanted) -> None:
+        self._receiving[request.request_id] = receiving
+        self._came.append(request.request_id)
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -628,7 +631,7 @@ class SchedulerSide:
         # vLLM takes every block of a fetch for whole.
         whole = found.tokens - found.tokens % self._whole_tokens
         receiving = PromptWanted(want, request.num_prompt_tokens, kept_tokens=whole)
-        self._receiving[request.request_id] = receiving
+        self._awaits(request, receiving)
         return receiving
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -802,7 +805,7 @@ class SchedulerSide:
         return step
 
     def _expect_queued(self) -> None:
-        """Have the other side hold what new requests will want that have got no blocks in the step they came in.
+        """Have the other side hold what requests will want that have got no blocks in the step in which that was known.
 
         Even without agents: one that attaches while the request queues is told.
         """

@@ -150,7 +150,7 @@ class Engine(World):
         self.layers = self.config.compilation_config.static_forward_context
         if agents:
             self.attach()
-            self.steps(3)
+            self.meet_agents()
 
     def path(self, rank: int) -> Path:
         return self._processes[rank].socket

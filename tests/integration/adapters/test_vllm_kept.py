@@ -495,15 +495,17 @@ def test_an_engine_at_rest_asks_what_it_was_told_meanwhile(world: World, agent: 
     world.finish()
 
 
-def test_a_prompt_that_queues_holds_what_is_kept(hooks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rests_s", [0.0, 1.0], ids=["at once", "after the workers were asked"])
+def test_a_prompt_that_queues_holds_what_is_kept(hooks: str, tmp_path: Path, rests_s: float) -> None:
     world = World(tmp_path, hooks=hooks, blocks=20, caching=False).ready()
     agent = world.agent
     said, prompt = turns(world)
     hear(world, kept_of(said))
     running = world.request(200, max_tokens=20)
     world.steps(4)
+    world.clock.now += rests_s
     queued = world.prefill(prompt=prompt)
-    world.steps(2)
+    world.steps(3)
     expected = agent.one(Expect)
     assert (expected.rendezvous, expected.sender) == ("kept-1", THEIRS)
     agent.is_answering_withdrawals = True

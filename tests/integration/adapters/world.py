@@ -146,9 +146,12 @@ class World:
         self.start_agents(key)
         self.attach()
         self.clock.now += 1
+        self.meet_agents()
+        return self
+
+    def meet_agents(self) -> None:
         self.steps(3)
         wait_for(self._knows_agents)  # the link's thread may be late on a busy machine
-        return self
 
     def _knows_agents(self) -> bool:
         self.step()
