@@ -126,9 +126,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Agents to meet before a request needs them: tcp://HOST:PORT, dns://NAME:PORT or file:///PATH",
             """
-            For decode agents, which dial. They open sessions with all ranks of the engine there, and compile kernels
-            for them. `dns` means every IPv4 address of a name, as a headless Service has; a file has such lines. Both
-            are looked at again every 5 s. `dial` must allow each address; with several keys append #PUBLICKEY.
+            For agents that fetch, which dial: decode agents, and those of equal engines. They open sessions with all
+            ranks of the engine there, and compile kernels for them. `dns` means every IPv4 address of a name, as a
+            headless Service has; a file has such lines. Both are looked at again every 5 s. `dial` must allow each
+            address; with several keys append #PUBLICKEY.
             """,
             max_length=64,
         ),

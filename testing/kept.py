@@ -102,3 +102,18 @@ class Kept(Generic[E]):
         """How much KV this engine has been brought so far."""
         counters = [running.status.counters for running in self.agents[name]]
         return sum(each.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in counters)
+
+
+class AllMeet(Kept[E]):
+    """Beside a fleet's own class, before it: the agents of all its engines `meet` each other."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **more: Any) -> None:
+        self._listed = folder / "agents"
+        self._listed.touch()
+        self.agent_options = {**Kept.agent_options, "meet": f"file://{self._listed}"}
+        super().__init__(folder, stack, **more)
+
+    def start_agents(self, name: str) -> None:
+        super().start_agents(name)
+        addresses = [each.address for agents in self.agents.values() for each in agents]
+        self._listed.write_text("".join(f"{address}\n" for address in addresses))

@@ -30,7 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     hold_s       how long a prefilled prompt is kept for a decode engine that says nothing about it; it is kept longer
                  while a request waits for it there
     return_s     how long KV is kept, after its request or its last fetch, for others that begin with the same tokens:
-                 answers for their conversation's next turn, and in vLLM all that was computed; 0: not
+                 answers for their conversation's next turn, and prompts for equal engines; 0: not
     connect_s    how long start-up waits for the agent; without one the engine starts anyway
     model_name   what both engines call the model; the last part of the model's path if not set
     draft_name   the same for the draft model. Modules of the model itself (MTP) are called as the model is

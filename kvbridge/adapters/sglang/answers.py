@@ -1,8 +1,9 @@
-"""Answers whose KV an SGLang decode server keeps for the next turn of their conversation, and what holds their pages.
+"""KV that an SGLang server keeps for prefill servers, and what holds its pages.
 
-With a prefix cache on the decode side (`--disaggregation-decode-enable-radix-cache`) it has the answer's pages, and we
-lock them there. Without one we leave the whole pages of a request that is over allocated, and free them ourselves.
-They are given back when the agent has let go of them; under pressure at once, when no read of them counts any more.
+A decode server keeps answers for the next turn of their conversation, a prefill server its prompts for others that
+begin so. A prefix cache (on the decode side `--disaggregation-decode-enable-radix-cache`) has their pages, and we lock
+them there. Without one we leave the whole pages of a request that is over allocated, and free them ourselves. They are
+given back when the agent has let go of them; under pressure at once, when no read of them counts any more.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from ..engine.names import UNNAMED
 from ..engine.prompts import short, traceparent
 from . import foreign
 
-ANSWERS = "kvbridge_answers"  # our attribute of the decode side's prefix cache, which our hooks find everywhere
-CHANGES = "kvbridge_weights_changes"  # of a request: how often the weights had changed when its prompt was fetched
+ANSWERS = "kvbridge_answers"  # our attribute of the prefix cache, which our hooks find everywhere
+CHANGES = "kvbridge_weights_changes"  # of a request: how often the weights had changed when it came
 TREE = "UnifiedRadixCache"
 NEEDED = "its engine needs the memory"
 DECODER = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin"
+PREFILLER = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
@@ -34,12 +36,13 @@ def hooks() -> dict[str, Callable[..., Any]]:
         f"sglang.srt.mem_cache.unified_radix_cache.{TREE}.checkpoint": _checkpoint,
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem": _check_decode_mem,
         "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool": _count,
-        f"{DECODER}.process_decode_queue": _process_decode_queue,
+        f"{DECODER}.process_decode_queue": _take_turn_after,
+        f"{PREFILLER}.get_next_disagg_prefill_batch_to_run": _take_turn_after,
     }
 
 
 def why_none(queue: Any, groups: tuple[Any, ...], ranks: int) -> str:
-    """Why answers of this server are not kept, and prompts do not continue with what others keep. "" if they do."""
+    """Why this server keeps nothing, and prompts do not continue with what others keep. "" if they do."""
     scheduler = queue.scheduler
     tree = type(scheduler.tree_cache).__name__
     if ranks > 1:  # all must have equally many free pages at any time, or they would admit different requests
@@ -65,40 +68,46 @@ class KeptPages:
 
 
 class AnswerPages:
-    """All of this server, oldest first. Used on the scheduler's thread."""
+    """All that this server keeps, oldest first. Used on the scheduler's thread."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._queue = manager.queue
+        self._tree = manager.queue.scheduler.tree_cache
+        self._pool = self._tree.token_to_kv_pool_allocator
         self._held: dict[int, KeptPages] = {}  # by the number of the offer
         self._names = count(1)
 
     @property
+    def tokens(self) -> int:
+        """Of the pool, at most."""
+        return sum(each.tokens for each in self._held.values())
+
+    @property
     def unseen_tokens(self) -> int:
         """Of the pool: those that SGLang finds neither free nor in its prefix cache."""
-        is_seen = self._queue.tree_cache.supports_prefix_sharing()
-        return 0 if is_seen else sum(each.tokens for each in self._held.values())
+        return 0 if self._tree.supports_prefix_sharing() else self.tokens
 
     def keep(self, req: Any, committed: int) -> None:
-        """Offer the KV of a request that is over, if it is an answer: of the first `committed` tokens, with their last.
+        """Offer the KV of a request that is over, if it came by a router: of the first `committed` tokens.
 
         Called after the prefix cache has got them, and before SGLang frees what that does not have.
         """
-        manager, talk, tree = self._manager, self._manager.talk, self._queue.tree_cache
+        manager, talk, tree = self._manager, self._manager.talk, self._tree
         if talk is None or manager.weights == UNNAMED or getattr(req, CHANGES, None) != manager.weights_changes:
             return
         page, has_tree = tree.page_size, tree.supports_prefix_sharing()
         whole = int(req.kv.cache_protected_len) if has_tree else committed - committed % page
         tokens = min(whole, len(req.origin_input_ids) + len(req.output_ids) - 1)
         found = manager.prefixes(req, tokens)
-        most_pages = int(KEPT_SHARE * self._queue.token_to_kv_pool_allocator.size) // page
+        most_pages = int(KEPT_SHARE * self._pool.size) // page
         if not found or whole // page > most_pages:
             return
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :whole].to(torch.int64, copy=True)
         if has_tree:
             free = partial(tree.unlock, tree.lock(req.last_node))
         else:
-            free = partial(self._queue.token_to_kv_pool_allocator.free, slots)
+            free = partial(self._pool.free, slots)
             req.kv.cache_protected_len = whole  # SGLang frees what comes after
         number = talk.new_number()
         self._held[number] = KeptPages(whole, free)
@@ -152,7 +161,25 @@ class AnswerPages:
             self._held.pop(number).free()
 
     def _short_of(self) -> int:
-        """How many tokens' pages the next request lacks that waits for some. As `pop_preallocated` counts."""
+        """How many tokens' pages the next request lacks that waits for some."""
+        return self._decode_is_short_of() if self._manager.is_decoder else self._prefill_is_short_of()
+
+    def _prefill_is_short_of(self) -> int:
+        """As `PrefillAdder` counts, and at most: what the prefix cache has of a prompt counts as missing.
+
+        Called after prompts were admitted: those that still wait may wait for pages.
+        """
+        scheduler = self._queue.scheduler
+        if (chunked := scheduler.chunked_req) is not None:
+            needed = len(chunked.origin_input_ids) - chunked.prefix_len
+        elif scheduler.waiting_queue:
+            needed = len(scheduler.waiting_queue[0].origin_input_ids)
+        else:
+            return 0
+        return int(needed + 2 * self._tree.page_size - self._pool.available_size() - self._tree.evictable_size())
+
+    def _decode_is_short_of(self) -> int:
+        """As `pop_preallocated` counts."""
         queue = self._queue
         running = queue.scheduler.running_batch.reqs
         retractable = sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
@@ -192,8 +219,8 @@ def _count(original: Callable[..., Any], checker: Any, stats: Any, uncached: int
     return original(checker, stats, uncached + (0 if answers is None else answers.unseen_tokens))
 
 
-def _process_decode_queue(original: Callable[..., Any], scheduler: Any) -> Any:
-    answer = original(scheduler)
+def _take_turn_after(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    answer = original(scheduler, *args, **kwargs)
     if (answers := getattr(scheduler.tree_cache, ANSWERS, None)) is not None:
         answers.turn()
     return answer

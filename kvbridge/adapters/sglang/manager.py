@@ -88,7 +88,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
         self.queue = queue
-        self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
+        self.is_decoder = disaggregation_mode == DisaggregationMode.DECODE
         self.owners: dict[int, Any] = {}  # senders and receivers, by the numbers of their offers and wants: see `ended`
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
@@ -108,7 +108,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._routes: dict[str, float] = {}  # by prefill server: when we last asked again for its ranks
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
-        self.answers: AnswerPages | None = None  # of a decode server that keeps some
+        self.answers: AnswerPages | None = None  # what is kept for others, if that is chosen
         self.turns = EarlierTurns(self)
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -117,9 +117,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.attn_cp_size > 1 and self.enable_all_cp_ranks_for_transfer:
             reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
             raise OperatorError("context_parallel_unsupported", reason)
-        hear = self._hear_decode if self._is_decoder else self._hear_prefill
+        hear = self._hear_decode if self.is_decoder else self._hear_prefill
         _thread("kvbridge-control", lambda: self._serve(hear))
-        if not self._is_decoder:
+        if not self.is_decoder:
             _thread("kvbridge-registry", self._keep_registered)
         else:
             self.prefill_info_table: Any = PrefillServers()
@@ -137,7 +137,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         name = self.options.model_name or model_name(self.queue.scheduler.server_args.model_path)
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
         ids |= {"draft": self.options.draft_name}
-        memory = describe(self.queue, self._shard, is_decoder=self._is_decoder, replica=self._replica, **ids)
+        memory = describe(self.queue, self._shard, is_decoder=self.is_decoder, replica=self._replica, **ids)
         self.scores = memory.scores
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
@@ -152,16 +152,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.talk.start(self.options.connect_s)
 
     def _begin_turns(self, memory: Memory) -> bool:
-        """Keep answers, if that is chosen. Returns whether we want to hear what others keep."""
-        scheduler, reason = self.queue.scheduler, why_none(self.queue, memory.pool.groups, _ranks())
-        if not self._is_decoder:
-            return not reason and bool(scheduler.tree_cache.supports_prefix_sharing())
+        """Keep what is computed, if that is chosen. Returns whether we want to hear what others keep."""
+        tree, reason = self.queue.scheduler.tree_cache, why_none(self.queue, memory.pool.groups, _ranks())
         if self.options.return_s and reason:
-            log.warning("answers are not kept for the next turn (return_s): %s", reason)
+            log.warning("nothing is kept for other requests (return_s): %s", reason)
         elif self.options.return_s and self.answers is None:
             self.answers = AnswerPages(self)
-            setattr(scheduler.tree_cache, ANSWERS, self.answers)
-        return False
+            setattr(tree, ANSWERS, self.answers)
+        return not self.is_decoder and not reason and bool(tree.supports_prefix_sharing())
 
     @property
     def weights(self) -> str:

@@ -18,6 +18,7 @@ from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
 from . import compressed, foreign, states, windows
+from .answers import CHANGES
 from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
@@ -54,7 +55,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._length = 0  # of the prompt
         self._changes = 0  # of the weights, when its request came
         self._is_fetched_elsewhere = self._was_offered = False
-        self._earlier = 0  # the number of a want, of the earlier turns of its conversation
+        self._earlier = 0  # the number of a want: of what others keep of its beginning
         self._req: Any = None
 
     def bind(self, req: Any) -> None:
@@ -62,6 +63,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if self._is_over:
             return
         self._req, self._changes = req, self.kv_mgr.weights_changes
+        setattr(req, CHANGES, self._changes)
         is_fetched_elsewhere, bad_params = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
         self._is_fetched_elsewhere = is_fetched_elsewhere is not False  # nonsense is said of another engine too
         self._prompt, reason = self.kv_mgr.name(req)
@@ -75,7 +77,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if is_fetched_elsewhere and (states.has_states(pool) or compressed.is_compressed(pool)):
             foreign.shorten(req)
         self._length = len(prompt_tokens(req))
-        self._earlier = attempt(req, "its earlier turns are computed", self.kv_mgr.turns.begin)[0] or 0
+        self._earlier = attempt(req, "its beginning is computed", self.kv_mgr.turns.begin)[0] or 0
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
 
     def pop_decode_prefix_len(self) -> int:
@@ -166,7 +168,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         return True
 
     def poll(self) -> int:
-        """Its prefill does not begin before its earlier turns have come, if others keep them."""
+        """Its prefill does not begin before what others keep of its beginning has come."""
         self._advance()
         status = int(super().poll())
         waits = status == KVPoll.WaitingForInput and self.kv_mgr.turns.is_open(self._earlier)

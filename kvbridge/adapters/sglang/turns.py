@@ -1,4 +1,4 @@
-"""The prefill side of a chat's next turn: the KV of earlier turns comes from engines that keep it, into SGLang's cache.
+"""How a prefill server gets what others keep of a prompt's beginning, such as earlier turns, into SGLang's cache.
 
 A request waits for its decode server in SGLang's bootstrap queue, before it has pages. There it also waits for rows
 that are fetched for it: we allocate their pages, and when they have come, the prefix cache gets them, as if a request
@@ -17,7 +17,7 @@ from kvbridge_proto.common import PREFIX_TOKENS, Blocks
 from kvbridge_proto.engine import READERS_S, KeptBy, Want
 
 from ..engine.conversation import Ended
-from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefixes
+from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefix, KeptPrefixes
 from ..engine.names import UNNAMED
 from ..engine.prompts import short, traceparent
 from . import foreign
@@ -29,10 +29,12 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 class TurnFetch:
     """Rows that come into `slots`, behind the `before` that the prefix cache has. `lock` keeps those there."""
 
+    rendezvous: str
     key: Any  # SGLang's, of both
     before: torch.Tensor
     slots: torch.Tensor
     lock: Any
+    waiting: int = 1  # requests
 
 
 class EarlierTurns:
@@ -69,13 +71,13 @@ class EarlierTurns:
         prompt = len(req.origin_input_ids)
         found = self._kept.find(manager.prefixes(req, req._compute_max_prefix_len(prompt)))
         end = 0 if found is None else found.tokens - found.tokens % tree.page_size
-        fetch = self._allocate(tree, req, end) if end else None
-        if found is None or fetch is None:
+        if found is None or end == 0:
             return 0
-        number: int = talk.new_number()
+        if (number := self._join(found.rendezvous, end)) or (fetch := self._allocate(tree, req, end, found)) is None:
+            return number
+        number = int(talk.new_number())
         first, page = len(fetch.before), tree.page_size
         self._open[number] = fetch
-        self._kept.gone(found.rendezvous)  # our prefix cache will have it
         talk.want(
             Want(
                 number=number,
@@ -93,8 +95,19 @@ class EarlierTurns:
         )
         return number
 
-    def _allocate(self, tree: Any, req: Any, end: int) -> TurnFetch | None:
-        """Pages up to token `end`, if the prefix cache lacks enough of it, and there is room beside other prompts."""
+    def _join(self, rendezvous: str, end: int) -> int:
+        """Wait for what another request fetches already, if that brings as much. Returns the want's number, or 0."""
+        for number, fetch in self._open.items():
+            if fetch.rendezvous == rendezvous and fetch.waiting > 0 and len(fetch.key) >= end:
+                fetch.waiting += 1
+                return number
+        return 0
+
+    def _allocate(self, tree: Any, req: Any, end: int, found: KeptPrefix) -> TurnFetch | None:
+        """Pages up to token `end`, if the prefix cache lacks enough of it, and there is room beside other prompts.
+
+        What is kept for others counts as room: it is given back when prompts need it.
+        """
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.common import evict_from_tree_cache
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -107,14 +120,15 @@ class EarlierTurns:
             return None
         before = tree.path_device_indices(match.last_device_node).clone()
         lock = tree.lock(match.last_device_node)
-        slots = None
-        if pool.available_size() + tree.evictable_size() - needed >= KEPT_SHARE * pool.size:
+        slots, answers = None, self._manager.answers
+        left = pool.available_size() + tree.evictable_size() - needed
+        if left >= 0 and left + (0 if answers is None else answers.tokens) >= KEPT_SHARE * pool.size:
             evict_from_tree_cache(tree, needed)
             slots = pool.alloc(needed)
         if slots is None:
             tree.unlock(lock)
             return None
-        return TurnFetch(key, before, slots, lock)
+        return TurnFetch(found.rendezvous, key, before, slots, lock)
 
     def over(self, ended: Ended) -> None:
         """The agent writes these pages no more. If all rows have come, the prefix cache gets them."""
@@ -128,17 +142,23 @@ class EarlierTurns:
             tree.insert(InsertParams(key=fetch.key, value=values, prev_prefix_len=len(fetch.before)))
         else:
             tree.token_to_kv_pool_allocator.free(fetch.slots)
+            if fetch.waiting > 0:
+                self._kept.gone(fetch.rendezvous)  # the next request is not to wait for it, too
         tree.unlock(fetch.lock)
 
     def abandon(self, number: int) -> None:
-        """The request is over. The pages stay allocated until the agent has let go."""
-        if number in self._open and (talk := self._manager.talk) is not None:
+        """A request is over. If no other waits, nothing more is fetched, but pages stay until the agent has let go."""
+        if (fetch := self._open.get(number)) is None:
+            return
+        fetch.waiting -= 1
+        if fetch.waiting == 0 and (talk := self._manager.talk) is not None:
             talk.abandon(number, "the request is over")
 
     def abandon_all(self) -> None:
         """Before a flush. Returns once all have ended, or after READERS_S: then SGLang finds itself busy."""
         manager = self._manager
-        for number in list(self._open):
+        for number, fetch in list(self._open.items()):
+            fetch.waiting = 1
             self.abandon(number)
         manager.look_until(lambda: not self._open, READERS_S)
 

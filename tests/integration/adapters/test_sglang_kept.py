@@ -1,4 +1,4 @@
-"""SGLang's own prefix cache, allocators and requests: what a decode server keeps of answers, and what prefill fetches.
+"""SGLang's own prefix cache, allocators and requests: what a server keeps of answers and prompts, and what is fetched.
 
 The other side of the conversation with the agent is played by the test.
 """
@@ -42,7 +42,9 @@ def options(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 class Side:
     """A server's scheduler, as far as it decides who has pages. `run` is one request's life in it."""
 
-    def __init__(self, role: str, page: int = PAGE, has_tree: bool = True, pool: int = POOL) -> None:
+    def __init__(
+        self, role: str, page: int = PAGE, has_tree: bool = True, pool: int = POOL, keeps: bool | None = None
+    ) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -75,8 +77,9 @@ class Side:
         self.queue.scheduler = SimpleNamespace(
             tree_cache=self.tree, tp_worker=model, _sched_idled=False, running_batch=SimpleNamespace(reqs=[]),
             enable_hisparse=False, enable_hierarchical_cache=False, decode_offload_manager=None,
+            waiting_queue=[], chunked_req=None,
         )  # fmt: skip
-        if role == "decode":
+        if keeps or (keeps is None and role == "decode"):
             self.manager.answers = AnswerPages(self.manager)
             setattr(self.tree, answers.ANSWERS, self.manager.answers)
 
@@ -128,11 +131,14 @@ PAGES = pytest.mark.parametrize("page", [1, 16, 64])
 
 @TREES
 @PAGES
-def test_an_answer_is_offered_whole_and_its_pages_stay_until_it_has_ended(page: int, has_tree: bool) -> None:
-    side = Side("decode", page, has_tree)
-    req = side.run(CHAT, 100)
+@pytest.mark.parametrize(("role", "answer"), [("decode", 100), ("prefill", 1)])
+def test_what_is_kept_is_offered_whole_and_its_pages_stay_until_it_has_ended(
+    role: str, answer: int, page: int, has_tree: bool
+) -> None:
+    side = Side(role, page, has_tree, keeps=True)
+    req = side.run(CHAT, answer)
     (offer,) = side.offers()
-    whole = 399 // page * page
+    whole = (300 + answer - 1) // page * page
     assert (offer.tokens, len(offer.prefixes), offer.is_last, offer.hold_s) == (whole, whole // 64, True, 60.0)
     (blocks,) = offer.blocks
     assert blocks.first == 0 and list(blocks.ids) == [int(slot) // page for slot in req.slots[:whole:page]]
@@ -272,6 +278,33 @@ def test_a_request_that_waits_for_pages_gets_those_of_the_oldest() -> None:
     assert side.pool.available_size() == side.total - 384
 
 
+@pytest.mark.parametrize("what", ["waits", "is computed in chunks", "fits"])
+def test_a_prompt_gets_the_pages_of_what_is_kept(what: str) -> None:
+    side = Side("prefill", keeps=True)
+    for start in (1, 2):
+        side.run([10_000 * start + i for i in range(400)], 1)
+    assert side.pool.available_size() == 1248
+    first, second = (offer.number for offer in side.offers())
+    scheduler, prompt = side.queue.scheduler, SimpleNamespace(origin_input_ids=range(1300), prefix_len=0)
+    if what == "is computed in chunks":
+        scheduler.chunked_req = prompt
+    else:
+        scheduler.waiting_queue = [prompt] * 2
+    if what == "fits":
+        prompt.origin_input_ids = range(1200)
+    for _ in range(3):
+        assert answers._take_turn_after(lambda scheduler, batch: batch, scheduler, "batch") == "batch"
+    withdrawn = [each for each in side.talk.said if isinstance(each, tuple)]
+    assert withdrawn == ([] if what == "fits" else [("withdraw", first)]), "one is enough"
+    side.talk.end("offer", "withdrawn", first)
+    side.manager.answers.turn()
+    assert side.pool.available_size() + side.tree.evictable_size() == 1648
+    if what == "is computed in chunks":  # pages that it has are not missing
+        scheduler.chunked_req = SimpleNamespace(origin_input_ids=range(3000), prefix_len=1500)
+        side.manager.answers.turn()
+        assert ("withdraw", second) not in side.talk.said
+
+
 @TREES
 @pytest.mark.parametrize("what", ["flush", "weights"])
 def test_a_flush_and_new_weights_end_all_that_is_kept(what: str, has_tree: bool) -> None:
@@ -355,7 +388,45 @@ def test_rows_that_do_not_come_are_computed(end: str) -> None:
     side.talk.end("want", "other_weights" if end == "weights" else "offer_expired")
     side.manager.look_now()
     assert matched(side, CHAT) == 0 and side.pool.available_size() == side.total
-    assert not begin(side, CHAT).number, "an answer serves one request"
+    assert bool(begin(side, CHAT).number) == (end == "aborted"), "who comes next does not wait in vain, too"
+
+
+def test_prompts_that_begin_so_share_a_fetch_and_later_ones_fetch_again() -> None:
+    side = Side("prefill")
+    told(side, CHAT)
+    first, shorter = begin(side, CHAT), begin(side, CHAT[:200])
+    assert first.number == shorter.number and len(wants(side)) == 1
+    side.manager.turns.abandon(first.number)
+    assert ("abandon", first.number) not in side.talk.said, "another waits for it"
+    side.talk.end("want")
+    side.manager.look_now()
+    assert matched(side, CHAT) == 256 and side.unaccounted() == 0
+    assert not begin(side, CHAT).number, "the prefix cache has it"
+    side.tree.evict(evict(side.total))
+    assert begin(side, CHAT[:200]).number, "it is kept still"
+    longer = begin(side, CHAT)
+    assert [want.end_token for want in wants(side)] == [256, 192, 256], "what is under way brings too little"
+    for request in (longer, longer):  # the second time nobody is left who could give it up
+        side.manager.turns.abandon(request.number)
+    assert side.talk.said.count(("abandon", longer.number)) == 1
+    assert begin(side, CHAT).number != longer.number, "nor is one joined that has been given up"
+    while side.talk.open:
+        side.talk.end("want")
+    side.manager.look_now()
+    side.tree.evict(evict(side.total))
+    assert side.pool.available_size() == side.total
+
+
+def test_what_is_kept_for_others_leaves_room_for_what_others_keep() -> None:
+    side = Side("prefill", keeps=True)
+    for start in (1, 2):
+        side.run([10_000 * start + i for i in range(512)], 1)
+    told(side, CHAT)
+    assert side.pool.available_size() == POOL // 2, "half of the pool"
+    assert begin(side, CHAT).number
+    side.pool.alloc(side.pool.available_size() - 200)
+    told(side, [7, *CHAT], "kept-2")
+    assert not begin(side, [7, *CHAT]).number, "but it has no pages"
 
 
 def test_what_was_computed_meanwhile_stays_and_the_rest_is_added() -> None:
@@ -397,6 +468,7 @@ def test_a_prompt_waits_for_its_earlier_turns_and_a_flush_for_the_agent() -> Non
     req = side.request(CHAT)
     req.prompt, req.bootstrap_room = "ab", ROOM
     made.bind(req)
+    assert getattr(req, answers.CHANGES) == side.manager.weights_changes, "or it would not be kept for others"
     side.manager._hear_asked(asked())
     assert made.poll() == BOOTSTRAPPING
     made.abort()

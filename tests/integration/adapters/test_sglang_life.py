@@ -113,7 +113,7 @@ def manager(role: str) -> Any:
     made.queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
     made.queue.metadata_buffers = SimpleNamespace()
     made.options = SimpleNamespace(hold_s=30.0)
-    made.disaggregation_mode = DisaggregationMode(role)
+    made.disaggregation_mode, made.is_decoder = DisaggregationMode(role), role == "decode"
     made.request_status, made.failure_records, made.failure_lock = {}, {}, threading.Lock()
     made.transfer_infos, made.req_to_decode_prefix_len = {}, {}
     made._staging_outstanding, made._deferred_ack_targets, made._deferred_ack_poisoned_rooms = {}, {}, set()

@@ -214,7 +214,7 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     assert choices.count(building.NAME) == 1
     assert backends(building.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
     assert backends(building.NAME) in list(backends) and backends(building.NAME) != backends.NIXL
-    assert len(hooked) == 31
+    assert len(hooked) == 32
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Attached, KeptBy, Refused, Withdraw
+from kvbridge_proto.engine import Attached, KeptBy, Refused, Weights, Withdraw
 
 from kvbridge.loopback.messages import number_of
 from testing.agents import OracleEngine
@@ -62,12 +62,14 @@ def test_an_answer_goes_back_to_the_engine_that_prefilled_it(route: str, bench_o
     assert heard(sender) == KeptBy(sender=kept.sender, rendezvous="answer")
 
 
-@pytest.mark.parametrize("end", ["withdrawn", "held no longer", "its engine leaves", "its agent ends"])
+@pytest.mark.parametrize("end", ["withdrawn", "held no longer", "other weights", "its engine leaves", "its agent ends"])
 def test_what_is_kept_no_longer_is_told(bench: Bench, end: str) -> None:
     keep(bench, hold_s=0.5 if end == "held no longer" else 60.0)
     assert heard(bench.sender).prefixes
     if end == "withdrawn":
         bench.receiver.client.send(Withdraw(number=number_of("answer")))
+    elif end == "other weights":
+        bench.receiver.client.send(Weights(version="other"))
     elif end == "its engine leaves":
         bench.receiver.detach()
     elif end == "its agent ends":

@@ -153,3 +153,13 @@ def assert_same_as_alone(fleet: Fleet, sender: str, receiver: str, tokens: list[
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
     assert_carried(ours, theirs)
     assert list(answer.tokens) == fleet.alone(tokens, 12)
+
+
+def reweigh(engine: EngineProcess) -> None:
+    """Other weights, as an operator loads them: the cache is reset, and that succeeds although a prompt is held."""
+    engine.ask("other_weights", 60)
+    assert engine.ask("core_call", 60, method="reset_prefix_cache", arguments=[True, True])["answer"] is True
+
+
+def name_weights(engine: EngineProcess, version: str) -> None:
+    engine.ask("core_call", 60, method="set_weight_version", arguments=[version])

@@ -116,9 +116,13 @@ def about_to_read(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -
 
 
 def wait_standing(fleet: Kept[Any], name: str) -> None:
-    for each in fleet.agents[name]:
-        stat = Path(f"/proc/{each.process.pid}/stat")
-        wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "T", BACK_S)
+    wait_for(lambda: are_standing(fleet, name), BACK_S)
+
+
+def are_standing(fleet: Kept[Any], name: str) -> bool:
+    """All agents of this engine."""
+    stats = [Path(f"/proc/{each.process.pid}/stat").read_text() for each in fleet.agents[name]]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def go_on(fleet: Kept[Any], name: str) -> None:

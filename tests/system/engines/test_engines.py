@@ -8,8 +8,15 @@ import pytest
 
 from testing.kept import kept
 from testing.waiting import wait_for
-from tests.system.engines.engine_process import EngineProcess
-from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, needs_fp8, prompt
+from tests.system.engines.fleet import (
+    PREFILL,
+    Fleet,
+    assert_same_as_alone,
+    name_weights,
+    needs_fp8,
+    prompt,
+    reweigh,
+)
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -236,16 +243,6 @@ def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Flee
     assert len(result.tokens) == 3
     fleet.start_agents("large")
     wait_for(lambda: fleet.agents["large"][0].status.engine is not None)
-
-
-def reweigh(engine: EngineProcess) -> None:
-    """Other weights, as an operator loads them: the cache is reset, and that succeeds although a prompt is held."""
-    engine.ask("other_weights", 60)
-    assert engine.ask("core_call", 60, method="reset_prefix_cache", arguments=[True, True])["answer"] is True
-
-
-def name_weights(engine: EngineProcess, version: str) -> None:
-    engine.ask("core_call", 60, method="set_weight_version", arguments=[version])
 
 
 @pytest.mark.proves("G10")

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from kvbridge_proto.common import PREFIX_TOKENS
 
-from testing.kept import kept
-from tests.system.engines.engine_process import Result
-from tests.system.engines.fleet import Fleet, prompt
+from testing.kept import AllMeet, kept
+from testing.waiting import wait_for
+from tests.system.engines.engine_process import EngineProcess, Result
+from tests.system.engines.fleet import Fleet, name_weights, prompt, reweigh
+from tests.system.engines.halfway import STANDS, are_standing, go_on, start_agents
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -24,20 +26,12 @@ FETCHED = {name: KEPT // block * block for name, block in (("small", 32), ("larg
 TRIES = 200
 
 
-class Equals(Fleet):
+class Equals(AllMeet[EngineProcess], Fleet):
     """Two prefill engines (small, large), a decode engine (private), and one alone."""
 
     def __init__(self, folder: Path, stack: ExitStack, **more: Any) -> None:
-        self._listed = folder / "agents"
-        self._listed.touch()
-        self.agent_options = {**Fleet.agent_options, "meet": f"file://{self._listed}"}
         super().__init__(folder, stack, **more)
         self._seeds = iter(range(100, 1_000_000))
-
-    def start_agents(self, name: str) -> None:
-        super().start_agents(name)
-        addresses = [each.address for agents in self.agents.values() for each in agents]
-        self._listed.write_text("".join(f"{address}\n" for address in addresses))
 
     def users(self, count: int) -> list[list[int]]:
         """Prompts with one new system prompt."""
@@ -56,6 +50,19 @@ class Equals(Fleet):
                 assert self.moved_bytes(other) > before
                 return second, prefilled, request
         raise AssertionError(f"{other} never fetched what {holder} has")
+
+    def computing(self, holder: str) -> list[int]:
+        """The same, if the other is the decode engine, which has no prefix cache: it fetches such a prompt again."""
+        for _ in range(TRIES):
+            first, second = self.users(2)
+            self.prefill(holder, first)
+            self.step("private")
+            answer = self["private"].run(self.name("u"), second, ANSWER)
+            assert list(answer.tokens) == self.alone(second, ANSWER)
+            if answer.cached:
+                assert answer.cached == FETCHED["private"]
+                return second
+        raise AssertionError(f"nothing was fetched of what {holder} has")
 
     def step(self, name: str) -> None:
         """An engine hears what others keep in its steps."""
@@ -80,15 +87,23 @@ def test_a_prefill_engine_computes_only_what_no_other_has(fleet: Equals, holder:
 
 
 def test_a_decode_engine_that_computes_a_prompt_itself_fetches_what_prefill_has(fleet: Equals) -> None:
+    fleet.computing("small")
+
+
+def test_a_decode_engine_goes_on_with_what_another_has_answered(fleet: Equals) -> None:
+    """Prefill has the prompt, and the decode engine that answered it more."""
     for _ in range(TRIES):
-        first, said = fleet.users(2)
-        fleet.prefill("small", first)
+        (said,) = fleet.users(1)
+        _, prefilled = fleet.prefill("small", said)
+        answer = fleet["large"].run(fleet.name("d"), said, 150, prefilled.params)
+        assert answer.cached == len(said) - 1, "the prompt did not travel, it was computed again"
+        said += [*answer.tokens, *prompt(USER, seed=len(said))]
         fleet.step("private")
-        answer = fleet["private"].run(fleet.name("u"), said, ANSWER)
-        if answer.cached:
-            break
-    assert answer.cached == FETCHED["private"]
-    assert list(answer.tokens) == fleet.alone(said, ANSWER)
+        again = fleet["private"].run(fleet.name("u"), said, ANSWER)
+        assert list(again.tokens) == fleet.alone(said, ANSWER)
+        if again.cached == (SYSTEM + USER + 149) // 128 * 128:
+            return
+    raise AssertionError("it never fetched the answer")
 
 
 def test_if_the_holders_agent_is_killed_the_prompt_is_computed(fleet: Equals) -> None:
@@ -100,6 +115,39 @@ def test_if_the_holders_agent_is_killed_the_prompt_is_computed(fleet: Equals) ->
     assert prefilled.cached in (0, FETCHED["large"])
     answer = fleet["private"].run(fleet.name("d"), second, ANSWER, prefilled.params)
     assert list(answer.tokens) == fleet.alone(second, ANSWER)
-    fleet.start_agents("small")
+    start_agents(fleet, "small")
     _, prefilled, _ = fleet.fetching("small", "large")  # and again once it is back
     assert prefilled.cached == FETCHED["large"]
+
+
+def test_if_the_holders_agent_is_killed_while_it_is_read_the_answer_is_the_same(fleet: Equals) -> None:
+    said = fleet.computing("small")
+    start_agents(fleet, "private", STANDS)
+    for _ in range(TRIES):
+        fleet.step("private")
+        wanted = fleet.name("u")
+        fleet["private"].submit(wanted, said, ANSWER)
+        wait_for(lambda: are_standing(fleet, "private") or fleet["private"].take(0.05))
+        if are_standing(fleet, "private"):
+            break
+    fleet.agents["small"][0].kill()
+    go_on(fleet, "private")
+    answer = fleet["private"].result(wanted)
+    assert answer.cached in (0, FETCHED["private"])
+    assert list(answer.tokens) == fleet.alone(said, ANSWER)
+    start_agents(fleet, "small")
+    start_agents(fleet, "private")
+    fleet.computing("small")
+
+
+def test_what_was_kept_under_other_weights_is_computed(fleet: Equals) -> None:
+    """The last test here: this engine has other weights then."""
+    said = fleet.computing("small")
+    reweigh(fleet["small"])
+    for version in ("", "B"):
+        if version:
+            name_weights(fleet["small"], version)
+            fleet.prefill("small", said)
+        fleet.step("private")
+        answer = fleet["private"].run(fleet.name("u"), said, ANSWER)
+        assert answer.cached == 0 and list(answer.tokens) == fleet.alone(said, ANSWER)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from demo.model import write_model
+from demo.processes import free_port
+from testing.agents import PYTHON
+from testing.http_server import HttpServer
 from testing.kept import Kept
 from testing.waiting import wait_for
 from tests.system.engines.fleet import prompt
@@ -153,6 +157,28 @@ class Fleet(Kept[Server]):
             assert len(answer.tokens) == count, answer
             rows.assert_carried(*self.rows(sender, receiver, room))
         return [answer for _, answer in answers]
+
+    @contextmanager
+    def proxy(self, senders: Sequence[str], receiver: str) -> Iterator[Callable[[list[int], int], Answer]]:
+        """`kvbridge proxy` before these servers; what is yielded asks it for so many tokens."""
+        port, command = free_port(), [PYTHON, "-m", "kvbridge.cli", "proxy"]
+        for name in senders:
+            command += ["--prefill", f"sglang={self[name].url},bootstrap={self[name].bootstrap_port}"]
+        command += ["--listen", f"127.0.0.1:{port}", "--decode", f"sglang={self[receiver].url}"]
+        proxy = HttpServer(command, port, self.folder / "proxy.log")
+
+        def ask(tokens: list[int], count: int) -> Answer:
+            body = self.body(senders[0], tokens, None, count)
+            body = {name: value for name, value in body.items() if not name.startswith("bootstrap_")}
+            status, text = proxy.ask("/generate", body, 90.0)
+            assert status == 200, text
+            return answer_of(json.loads(text))
+
+        try:
+            proxy.wait_up()
+            yield ask
+        finally:
+            proxy.kill()
 
     def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:
         """What one server says by itself."""

@@ -5,16 +5,12 @@ Each answer must be the one that a server alone gives.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from kvbridge_proto.common import PREFIX_TOKENS
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
-from demo.processes import free_port
-from testing.agents import PYTHON
-from testing.http_server import HttpServer
 from testing.kept import kept
 from testing.waiting import wait_for
 from tests.system.sglang.fleet import Answer, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
@@ -103,24 +99,12 @@ def test_requests_get_the_pages_of_kept_answers(fleet: Fleet, receiver: str) -> 
 
 def test_a_chat_through_the_proxy(fleet: Fleet) -> None:
     """Neither the client nor the proxy need to know of it."""
-    port = free_port()
-    prefill = f"sglang={fleet['p16'].url},bootstrap={fleet['p16'].bootstrap_port}"
-    at = ("--prefill", prefill, "--decode", f"sglang={fleet['d64-keeps'].url}")
-    command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}", *at]
-    proxy = HttpServer(command, port, fleet.folder / "proxy.log")
-    try:
-        proxy.wait_up()
+    with fleet.proxy(["p16"], "d64-keeps") as ask:
         said, fetched, before = prompt(100, seed=91), 0, fleet.moved_bytes("p16")
         for number in range(3):
-            body = fleet.body("p16", said, None, ANSWER)
-            body = {name: value for name, value in body.items() if not name.startswith("bootstrap_")}
-            status, text = proxy.ask("/generate", body, 90.0)
-            assert status == 200, text
-            answer = answer_of(json.loads(text))
+            answer = ask(said, ANSWER)
             assert_same_tokens(fleet.alone(said, ANSWER), answer)
             fetched += continued(len(said), "d64-keeps")[1] * (number < 2)
             said += [*answer.tokens, *prompt(SAYS, seed=92 + number)]
             fleet.ask("p16", "d64-keeps", [prompt(20, seed=95 + number)], count=2)
-    finally:
-        proxy.kill()
     assert fleet.moved_bytes("p16") - before == fetched * ROW_BYTES > 0
