@@ -66,6 +66,7 @@ def command() -> Any:
         "up": up,
         "keygen": keygen,
         "proxy": proxy,
+        "drain": drain,
     }
     for name, command in commands.items():
         app.command(name, cls=JSONReasons if command is plan else None, help=_flowed(command))(command)
@@ -577,6 +578,7 @@ NO_FALLBACK = typer.Option(
     "--no-decode-fallback",
     help="Fail a prompt that no prefill engine can prefill. By default a vLLM decode engine computes it.",
 )
+CONTROL = typer.Option(help="A unix socket to make for `kvbridge drain`, for the proxy's own user only.")
 LOG_LEVEL = typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
 
 
@@ -588,6 +590,7 @@ def proxy(
     prefill_timeout_s: Annotated[float, PREFILL_TIMEOUT] = 300,
     answer_timeout_s: Annotated[float, ANSWER_TIMEOUT] = 600,
     no_decode_fallback: Annotated[bool, NO_FALLBACK] = False,
+    control: Annotated[Path | None, CONTROL] = None,
     log_level: Annotated[LogLevel, LOG_LEVEL] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
@@ -603,11 +606,41 @@ def proxy(
         --decode vllm=http://10.0.0.2:8000
       kvbridge proxy --prefill sglang=http://10.0.0.1:30000,bootstrap=8998 \\
         --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
-      kvbridge proxy --engines /etc/kvbridge/engines
+      kvbridge proxy --engines /etc/kvbridge/engines --control /run/kvbridge/proxy.ctl
     """
     with told("proxy"):
         from ..proxy.fleet import Waits
         from ..proxy.server import run
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
-        run(prefill or (), decode or (), engines, listen, waits, not no_decode_fallback, log_level.value)
+        run(prefill or (), decode or (), engines, listen, waits, not no_decode_fallback, log_level.value, control)
+
+
+def drain(
+    engine: Annotated[str, typer.Argument(help="As the proxy names it: vllm=http://HOST:PORT.", show_default=False)],
+    control: Annotated[Path, typer.Option(help="The proxy's --control.", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="Give it new requests again.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0, metavar=SECONDS, help="How long to wait for what it has.")
+    ] = 600,
+) -> None:
+    """Have a running kvbridge proxy give an engine no new requests, until it has nothing left and can be stopped.
+
+    Running answers go on at another engine, where they can. Prints what is left whenever that changes: how many are
+    under way, how many moved, and why the others stay, which are finished there.
+
+    Exits with 0 once nothing is left; 1 if that takes longer, no proxy answers, or no other engine is healthy. It
+    drains until --undo, or until the proxy is started again.
+
+    \b
+    Examples:
+      kvbridge drain vllm=http://10.0.0.2:8000 --control /run/kvbridge/proxy.ctl
+      kvbridge drain vllm=http://10.0.0.2:8000 --control proxy.ctl --undo
+    """
+    with told("drain"):
+        from . import drain as draining
+
+        if undo:
+            draining.undo(engine, control)
+        else:
+            draining.drain(engine, control, timeout_s)

@@ -211,7 +211,7 @@ class Carrier:
         finally:
             self._moving -= 1
         assert isinstance(opened, Streamed)
-        self._metrics.moves.labels(engine.name, outcome).inc()
+        self._fleet.moved(engine, outcome)
         return opened
 
     async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:

@@ -95,6 +95,8 @@ class Backend:
     is_draining: bool = False  # it gets no new requests, and others go on with what they can
     outstanding: int = 0
     running: set[Running] = field(default_factory=set)
+    moved: int = 0  # answers that went on at another engine since it drains
+    returned: int = 0  # those that no other engine took
     turn: int = 0  # when it was last taken
     agents: dict[int, tuple[float, AgentPlace]] = field(default_factory=dict)  # by replica, with the time of asking
     replicas: tuple[float, int] | None = None
@@ -191,9 +193,9 @@ class Fleet:
 
     def replace(self, engines: Sequence[Backend]) -> None:
         """Use these engines from now on. One that is removed gets no new requests and finishes what it has."""
-        known = {(each.role, each.name, each.bootstrap_port): each for each in self._all()}
+        known = {(each.role, each.name, each.bootstrap_port): each for each in self.listed()}
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
-        for gone in set(self._all()).difference(kept):
+        for gone in set(self.listed()).difference(kept):
             self._watches.pop(gone).cancel()
             gone.is_draining = True
             self._set_healthy(gone, False, "it is not on the list any more")
@@ -218,7 +220,7 @@ class Fleet:
             await asyncio.sleep(self._waits.forget_s)
             if not gone.outstanding:
                 break
-        if not any((each.role, each.name) == (gone.role, gone.name) for each in self._all()):
+        if not any((each.role, each.name) == (gone.role, gone.name) for each in self.listed()):
             self._metrics.forget(gone.role, gone.name)
         del self._leaving[gone]
 
@@ -229,8 +231,12 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _all(self) -> list[Backend]:
+    def listed(self) -> list[Backend]:
         return [each for engines in self._engines.values() for each in engines]
+
+    def named(self, name: str) -> list[Backend]:
+        """The engines of this name, of each role; also one that is off the list and has not been forgotten."""
+        return [each for each in (*self.listed(), *self._leaving) if each.name == name]
 
     @property
     def shares_prompts(self) -> bool:
@@ -238,21 +244,31 @@ class Fleet:
 
         Where it has, vLLM spreads the answers of one call over them, and an offer serves one.
         """
-        is_vllm, decoding = all(each.kind is Kind.VLLM for each in self._all()), self.healthy(Role.DECODE)
+        is_vllm, decoding = all(each.kind is Kind.VLLM for each in self.listed()), self.healthy(Role.DECODE)
         return is_vllm and bool(decoding) and all(each.is_single for each in decoding)
 
     @property
     def moves(self) -> bool:
         """Whether a decode engine that drains could give its answers to another: all engines are vLLM's."""
-        return len(self._engines[Role.DECODE]) > 1 and all(each.kind is Kind.VLLM for each in self._all())
+        return len(self._engines[Role.DECODE]) > 1 and all(each.kind is Kind.VLLM for each in self.listed())
 
     def drain(self, name: str, is_draining: bool) -> list[Backend]:
         """Drain the engines of this name, of each role, or take them back. Returns them."""
-        named = [each for each in self._all() if each.name == name]
+        named = [each for each in self.listed() if each.name == name]
         for each in named:
+            if is_draining and not each.is_draining:
+                each.moved = each.returned = 0
             each.is_draining = is_draining
             log.info("%s engine %s %s", each.role, name, "drains" if is_draining else "is taken back")
         return named
+
+    def moved(self, engine: Backend, outcome: str) -> None:
+        """Count an answer that this engine gave up."""
+        if outcome == "moved":
+            engine.moved += 1
+        else:
+            engine.returned += 1
+        self._metrics.moves.labels(engine.name, outcome).inc()
 
     def healthy(
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ..oneline import OneLine, plain_lines
 from .bodies import OF_VLLM, PATHS, Asks, Body, ClientError, PromptAsk, merge, read
 from .carry import Call, Carrier, Refusal, Streamed, Whole
 from .connections import Connections
+from .control import controlled
 from .events import StreamEvent
 from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded, checked, read_engine, read_engines
 from .limits import BODY_BYTES, Busy, MemoryBound, ProxyLimits, RequestBytes, limits_here
@@ -61,6 +62,7 @@ def run(
     waits: Waits,
     has_fallback: bool,
     log_level: str,
+    control: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. On SIGHUP read the file `listed` again. Raises OperatorError."""
     named = [read_engine(Role.PREFILL, text) for text in prefill] + [read_engine(Role.DECODE, s) for s in decode]
@@ -73,7 +75,7 @@ def run(
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     disable_created_metrics()  # one more series per counter, which nobody reads
     limits = limits_here(len(engines))
-    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback))
+    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback, control))
 
 
 class _PlainFormatter(logging.Formatter):
@@ -99,11 +101,15 @@ async def _run(
     waits: Waits,
     limits: ProxyLimits,
     has_fallback: bool,
+    control: Path | None,
 ) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    async with serving(engines, host, port, waits, limits, has_fallback) as (place, fleet):
+    async with AsyncExitStack() as stack:
+        place, fleet = await stack.enter_async_context(serving(engines, host, port, waits, limits, has_fallback))
+        if control is not None:
+            await stack.enter_async_context(controlled(fleet, control))
         if listed is not None:
             loop.add_signal_handler(signal.SIGHUP, _reload, fleet, listed)
         log.info("serving: http://%s %s", place, _sides(engines))

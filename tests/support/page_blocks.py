@@ -71,6 +71,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("# GPUs", GPUS),
         ("# CPUs", CROSS),
         ("agent()", CROSS),
+        ("$ kvbridge drain", OUTPUT),
     ],
     "docs/routers.md": [
         ("vllm serve", ROUTERS),

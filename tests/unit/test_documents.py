@@ -105,6 +105,7 @@ LOOKS = {
     "kvbridge/agent/daemon.py": {"TICK_S", "IDLE_TICK_S"},
     "kvbridge/agent/rebuild.py": {"REBUILD_LOOK_S", "LOOK_PAUSED_S"},
     "kvbridge/agent/runners.py": {"CHECK_UNREAD_S", "KEEP_S"},
+    "kvbridge/commands/drain.py": {"DRAIN_LOOK_S"},
     "kvbridge/commands/status.py": {"SCREEN_S"},
     "kvbridge/commands/up.py": {"REST_S"},
     "kvbridge/dataplane/data_plane.py": {"ALIVE_S", "IDLE_S"},

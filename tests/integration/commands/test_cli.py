@@ -200,7 +200,20 @@ def test_release_says_what_each_agent_answers_before_it_asks_the_next(
     assert [*said, capsys.readouterr().out] == ["", "a: 3 prompts released\n", "", "c: 3 prompts released\n"]
 
 
-COMMANDS = ("agent", "status", "trace", "release", "doctor", "bench", "plan", "up", "keygen", "proxy", "config show")
+COMMANDS = (
+    "agent",
+    "status",
+    "trace",
+    "release",
+    "doctor",
+    "bench",
+    "plan",
+    "up",
+    "keygen",
+    "proxy",
+    "drain",
+    "config show",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,8 +48,10 @@ class Served:
             engine.wait_up(seconds=MOST_S)
         self.list_decoding("d0", "d1")
         port = free_port()
+        self.control = folder / "proxy.ctl"
         command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}", "--engines"]
-        self.proxy = HttpServer([*command, str(self.listed)], port, folder / "proxy.log")
+        command += [str(self.listed), "--control", str(self.control)]
+        self.proxy = HttpServer(command, port, folder / "proxy.log")
         stack.callback(self.proxy.kill)
         self.proxy.wait_up()
 
@@ -77,6 +80,13 @@ class Served:
 
     def reload(self) -> None:
         self.proxy.process.send_signal(signal.SIGHUP)
+
+    def drain(self, name: str, *more: str) -> str:
+        """What `kvbridge drain` says, once it has ended well."""
+        command = [PYTHON, "-m", "kvbridge.cli", "drain", f"vllm={self.engines[name].url}", *more]
+        told = subprocess.run([*command, "--control", str(self.control)], capture_output=True, text=True)
+        assert told.returncode == 0, (told.stdout, told.stderr)
+        return told.stdout
 
     def moves(self, outcome: str) -> float:
         told = self.proxy.ask("/metrics")[1]
@@ -132,9 +142,7 @@ class Stream:
 
 @pytest.mark.parametrize("agent_is", ["there", "killed"])
 def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> None:
-    """Without its agent, the draining engine's KV cannot be fetched: it is computed again."""
-    served.list_decoding("d0", "d1")
-    served.reload()
+    """By `kvbridge drain`; and off the list, and without its agent: its KV cannot be fetched, and is computed again."""
     served.wait_decoding(2)
     agents, moved = served.agents, served.moves("moved")
     streams = [Stream(number + STREAMS * (agent_is == "killed")) for number in range(STREAMS)]
@@ -146,8 +154,12 @@ def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> 
             agents["d0"].process.kill()
             agents["d0"].process.wait(MOST_S)
         back, to = fetched(agents["prefill"]), fetched(agents["d1"])
-        served.list_decoding("d1")
-        served.reload()
+        if agent_is == "killed":
+            served.list_decoding("d1")
+            served.reload()
+        else:
+            said = served.drain("d0").splitlines()
+            assert f"decode: 0 under way, {STREAMS // 2} moved" in said and "can be stopped" in said[-1], said
         for run in runs:
             run.result(MOST_S)
     moved = served.moves("moved") - moved
@@ -157,5 +169,7 @@ def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> 
         assert len(each.ids) == 1
     # To the engine that goes on, all but the last token; to prefill, whole multiples of what it does not have itself.
     assert fetched(agents["d1"]) - to >= moved * (100 + BEFORE)
+    if agent_is == "there":
+        served.drain("d0", "--undo")
     back = fetched(agents["prefill"]) - back
     assert back == 0 if agent_is == "killed" else back >= moved * PREFIX_TOKENS
