@@ -578,6 +578,9 @@ NO_FALLBACK = typer.Option(
     "--no-decode-fallback",
     help="Fail a prompt that no prefill engine can prefill. By default a vLLM decode engine computes it.",
 )
+NO_MOVES = typer.Option(
+    "--no-moves", help="Let a draining engine finish its streams. By default they go on at another one where they can."
+)
 CONTROL = typer.Option(help="A unix socket to make for `kvbridge drain`, for the proxy's own user only.")
 LOG_LEVEL = typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
 
@@ -590,6 +593,7 @@ def proxy(
     prefill_timeout_s: Annotated[float, PREFILL_TIMEOUT] = 300,
     answer_timeout_s: Annotated[float, ANSWER_TIMEOUT] = 600,
     no_decode_fallback: Annotated[bool, NO_FALLBACK] = False,
+    no_moves: Annotated[bool, NO_MOVES] = False,
     control: Annotated[Path | None, CONTROL] = None,
     log_level: Annotated[LogLevel, LOG_LEVEL] = LogLevel.INFO,
 ) -> None:
@@ -613,7 +617,8 @@ def proxy(
         from ..proxy.server import run
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
-        run(prefill or (), decode or (), engines, listen, waits, not no_decode_fallback, log_level.value, control)
+        has_fallback, moves = not no_decode_fallback, not no_moves
+        run(prefill or (), decode or (), engines, listen, waits, has_fallback, moves, log_level.value, control)
 
 
 def drain(

@@ -111,7 +111,10 @@ class _Answer(msgspec.Struct):
 
 
 class Carrier:
-    """`has_fallback`: a prompt that no prefill engine can prefill is computed by a vLLM decode engine."""
+    """`has_fallback`: a prompt that no prefill engine can prefill is computed by a vLLM decode engine.
+
+    `moves`: running answers of an engine that drains go on at another one.
+    """
 
     def __init__(
         self,
@@ -122,10 +125,11 @@ class Carrier:
         pulse: Pulse,
         places: int,
         has_fallback: bool,
+        moves: bool,
     ) -> None:
         self._fleet, self._http, self._waits, self._metrics, self._pulse = fleet, http, waits, metrics, pulse
         self._places = asyncio.Semaphore(places)
-        self._has_fallback = has_fallback
+        self._has_fallback, self._moves = has_fallback, moves
         self._moving = 0
 
     def can_serve(self) -> bool:
@@ -142,8 +146,8 @@ class Carrier:
         """
         async with self._places, AsyncExitStack() as stack:
             answer = MovableAnswer(ask)
-            if not answer.stays and not self._fleet.moves:
-                answer.stays = "no other engine"
+            if not answer.stays and not (self._moves and self._fleet.moves):
+                answer.stays = "no other engine" if self._moves else "moves are off"
             call = replace(call, running=Running(call.headers.get("X-Request-Id", ""), answer.stays))
             opened = await self._opened(stack, ask if answer.stays else answer.first(), call)
             if isinstance(opened, Streamed) and not answer.stays:

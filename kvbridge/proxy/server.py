@@ -61,6 +61,7 @@ def run(
     listen: str,
     waits: Waits,
     has_fallback: bool,
+    moves: bool,
     log_level: str,
     control: Path | None = None,
 ) -> None:
@@ -75,7 +76,7 @@ def run(
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     disable_created_metrics()  # one more series per counter, which nobody reads
     limits = limits_here(len(engines))
-    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback, control))
+    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback, moves, control))
 
 
 class _PlainFormatter(logging.Formatter):
@@ -101,13 +102,14 @@ async def _run(
     waits: Waits,
     limits: ProxyLimits,
     has_fallback: bool,
+    moves: bool,
     control: Path | None,
 ) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
-        place, fleet = await stack.enter_async_context(serving(engines, host, port, waits, limits, has_fallback))
+        place, fleet = await stack.enter_async_context(serving(engines, host, port, waits, limits, has_fallback, moves))
         if control is not None:
             await stack.enter_async_context(controlled(fleet, control))
         if listed is not None:
@@ -138,6 +140,7 @@ async def serving(
     waits: Waits,
     limits: ProxyLimits = USUAL_LIMITS,
     has_fallback: bool = True,
+    moves: bool = True,
 ) -> AsyncIterator[tuple[str, Fleet]]:
     """Run the proxy; yields its address and its engines. Raises OperatorError if it cannot listen there."""
     # A connection per request: an engine that closes an idle connection would look like one that failed.
@@ -149,7 +152,7 @@ async def serving(
         connector=connector, timeout=timeout, headers={"Accept-Encoding": "identity"}, trust_env=False
     ) as http:
         fleet = Fleet(engines, http, waits, metrics, pulse)
-        carrier = Carrier(fleet, http, waits, metrics, pulse, limits.asks, has_fallback)
+        carrier = Carrier(fleet, http, waits, metrics, pulse, limits.asks, has_fallback, moves)
         proxy = Proxy(fleet, carrier, http, waits, limits, metrics)
         runner = web.AppRunner(
             proxy.app(),

@@ -160,6 +160,16 @@ async def test_the_socket_is_the_users_own_and_no_other_proxys_is_taken(tmp_path
                 pass
 
 
+async def test_where_moves_are_off_an_answer_ends_where_it_began(tmp_path: Path) -> None:
+    async with counting(moves=False) as (w, (first, second)), controlled(w.fleet, tmp_path / "c"):
+        task = await started(w, first)
+        command = await drain(first.engine, tmp_path / "c")
+        await command.shows("decode: 1 under way (1 moves are off), 0 moved")
+        first.allow(100)
+        assert (await command.ended())[0] == 0 and answer_of((await task)[1]) == WHOLE and not second.engine.got
+        assert "return_token_ids" not in first.engine.got[0][1]
+
+
 async def test_if_the_engine_that_went_on_dies_the_client_has_a_right_beginning_and_an_error() -> None:
     async with counting() as (w, (first, second)):
         task = await started(w, first)

@@ -113,7 +113,8 @@ class Stream:
     """A client. `text` is what it has got so far."""
 
     def __init__(self, number: int) -> None:
-        self.tokens, self.text, self.ids = prompt(100 + 9 * number, seed=number), "", set[str]()
+        self.tokens, self.text, self.ids = prompt(100 + 9 * (number % STREAMS), seed=number), "", set[str]()
+        self.error = ""
         self.path = "/v1/chat/completions" if number % 2 else "/v1/completions"
         said = " ".join(map(str, self.tokens))
         asked = {"messages": [{"role": "user", "content": said}]} if number % 2 else {"prompt": said}
@@ -126,7 +127,9 @@ class Stream:
                     return
                 if line.startswith(b"data: "):
                     event = json.loads(line[6:])
-                    assert "error" not in event, event
+                    if "error" in event:
+                        self.error = event["error"]["code"]
+                        return
                     choice = event["choices"][0]
                     self.ids.add(event["id"])
                     self.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
@@ -165,7 +168,7 @@ def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> 
     moved = served.moves("moved") - moved
     assert moved == STREAMS / 2 and not served.moves("returned")
     for each in streams:
-        assert each.text == each.alone(served.engines["prefill"])
+        assert not each.error and each.text == each.alone(served.engines["prefill"])
         assert len(each.ids) == 1
     # To the engine that goes on, all but the last token; to prefill, whole multiples of what it does not have itself.
     assert fetched(agents["d1"]) - to >= moved * (100 + BEFORE)
@@ -173,3 +176,24 @@ def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> 
         served.drain("d0", "--undo")
     back = fetched(agents["prefill"]) - back
     assert back == 0 if agent_is == "killed" else back >= moved * PREFIX_TOKENS
+
+
+def test_a_draining_engine_is_killed_as_its_answers_begin_to_move(served: Served) -> None:
+    """Each client has its whole answer, or a right beginning and an error: wherever it was when the engine died."""
+    served.list_decoding("d0", "d1")
+    served.reload()
+    served.wait_decoding(2)
+    streams = [Stream(number + 2 * STREAMS) for number in range(STREAMS)]
+    with ThreadPoolExecutor(STREAMS) as threads:
+        runs = [threads.submit(each.run, served.proxy) for each in streams]
+        wait_for(lambda: all(each.sampled() >= BEFORE for each in streams) or any(run.done() for run in runs), MOST_S)
+        served.list_decoding("d1")
+        served.reload()
+        wait_for(lambda: served.proxy.ask("/health")[1].count("vllm=") == 2, MOST_S)
+        served.engines["d0"].kill()
+        for run in runs:
+            run.result(MOST_S)
+    for each in streams:
+        whole = each.alone(served.engines["prefill"])
+        assert whole.startswith(each.text) if each.error else each.text == whole, (each.error, each.text, whole)
+    assert sum(not each.error for each in streams) >= STREAMS / 2, "those of the other engine go on"
