@@ -110,6 +110,14 @@ def test_what_came_by_no_bridge_is_kept_too(keeping: World, tokens: int) -> None
     keeping.finish()
 
 
+def test_nothing_is_kept_while_the_weights_have_no_name(keeping: World) -> None:
+    keeping.connector.scheduler.cache_is_reset()
+    keeping.request(200)
+    keeping.steps(12)
+    assert not keeping.agent.take(Offer)
+    keeping.finish()
+
+
 @pytest.mark.parametrize("first", ["prompt", "kept"])
 def test_a_prompt_is_offered_for_decode_and_kept_for_others_in_the_same_blocks(keeping: World, first: str) -> None:
     """They are free once both offers are over, whichever ends first."""

@@ -78,6 +78,20 @@ def test_what_is_kept_no_longer_is_told(bench: Bench, end: str) -> None:
     assert (gone.rendezvous, gone.prefixes) == ("answer", ())
 
 
+def test_what_is_kept_under_other_weights_ends_even_if_both_sides_get_the_same(bench: Bench) -> None:
+    sender, receiver = bench.sender, bench.receiver
+    keep(bench)
+    kept = heard(sender)
+    for engine in (receiver, sender):
+        engine.client.send(Weights(version="next"))
+    assert receiver.released("answer").code == "other_weights"
+    assert heard(sender) == KeptBy(sender=kept.sender, rendezvous="answer")
+    bench.works("again")
+    sender.want("late", kept.sender, [10, 11, 12, 13], range(64), rendezvous="answer", is_offered=True)
+    sender.failed("late", "other_weights")
+    assert not [each for each in sender.heard if isinstance(each, KeptBy)], "nor is it told again"
+
+
 def test_a_new_session_is_told_of_all_that_is_kept(bench: Bench) -> None:
     keep(bench)
     heard(bench.sender)
