@@ -160,6 +160,24 @@ async def test_the_socket_is_the_users_own_and_no_other_proxys_is_taken(tmp_path
                 pass
 
 
+async def test_an_engine_that_becomes_a_prefill_engine_gives_its_answers_up_and_prefills() -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        prefill, became = f"vllm={w.prefill.url}", f"vllm={first.engine.url}"
+        engines = [read_engine(Role.PREFILL, prefill), read_engine(Role.PREFILL, became)]
+        w.fleet.replace([*engines, read_engine(Role.DECODE, f"vllm={second.engine.url}")])
+        await w.until(lambda: len(w.fleet.healthy(Role.PREFILL)) == 2)
+        second.allow(100)
+        first.allow(11)
+        assert answer_of((await task)[1]) == WHOLE
+        asked = len(first.engine.got)
+        for _ in range(2):
+            status, events = await w.ask(COMPLETIONS, BODIES[COMPLETIONS])
+            assert status == 200 and answer_of(events) == WHOLE
+        prefilled = [body for _, body, _ in first.engine.got[asked:]]
+        assert prefilled and all(each["kv_transfer_params"]["do_remote_decode"] for each in prefilled)
+
+
 async def test_where_moves_are_off_an_answer_ends_where_it_began(tmp_path: Path) -> None:
     async with counting(moves=False) as (w, (first, second)), controlled(w.fleet, tmp_path / "c"):
         task = await started(w, first)
