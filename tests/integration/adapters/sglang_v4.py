@@ -408,13 +408,17 @@ class Request:
             if name == "window":
                 numbers = np.arange(max(0, tokens + 1 - KERNELS_WINDOW), tokens)
             elif "state" in name:
-                numbers = np.arange(max(0, tokens - 7) if ratio == 4 else tokens // ratio * ratio, tokens)
+                numbers = np.arange(max(0, tokens // ratio * ratio - (ratio if ratio == 4 else 0)), tokens)
             else:
                 numbers = np.arange(prefix // ratio, tokens // ratio)
                 pages = slice(last * (many := PAGE // ratio // form.rows), (last + 1) * many)
                 was[tensor.data_ptr()][pages] = tensor.view(torch.uint8)[pages]
-            needed = max(0, tokens // 4 * 4 - 4) if "state of 4" in name else 0  # the other rows may hold anything
-            self.compare(cache, numbers[numbers >= needed])
+            self.compare(cache, numbers)
+            if "state of 4" in name and tokens % 4:  # they travel by fours, and those of later tokens are not read
+                rest = self.places(cache, np.array([tokens // 4 * 4])) + torch.arange(4)
+                for where, _ in form.pieces(rest):
+                    memory = tensor.view(torch.uint8).flatten(1)
+                    was[memory.data_ptr()].view(memory.shape)[where] = memory[where]
             for memory, where, _ in self.pieces(cache, numbers):
                 was[memory.data_ptr()].view(memory.shape)[where] = memory[where]
         for each in self.engine.tensors():

@@ -479,10 +479,10 @@ def test_each_part_is_described() -> None:
     kept = [(group.kind, group.window, group.block_tokens, group.begins_inside) for group in pool.groups]
     assert kept[:2] == [("full", 0, 256, False), ("sliding", 128, 256, True)]
     assert [group.blocks for group in pool.groups] == [
-        *(rows[name] for name in ("rows of 4", "window", "state of 4")),
-        rows["state of 128"] // 128,
+        *(rows[name] for name in ("rows of 4", "window")),
+        *(rows[f"state of {ratio}"] // ratio for ratio in (4, 128)),
     ]
-    assert kept[2:] == [("sliding", 8, 1, False), ("chunked", 128, 128, False)]
+    assert kept[2:] == [("sliding", 5, 4, False), ("chunked", 128, 128, False)]
     layer = pool.model.layers[3]
     assert layer is not None
     assert (layer.kind, layer.key_width, layer.rope_width, layer.window) == ("mla", 512, 64, 128)

@@ -111,10 +111,10 @@ class Fleet(Kept[EngineProcess]):
         """What one engine alone says."""
         return list(self["alone"].run(self.name("alone"), tokens, count).tokens)
 
-    def prefill(self, name: str, tokens: list[int]) -> tuple[str, Result]:
+    def prefill(self, name: str, tokens: list[int], **more: Any) -> tuple[str, Result]:
         """Prefill as a proxy asks for it; the result's params are for the decoding engine."""
         request = self.name(f"p-{name}")
-        result = self[name].run(request, tokens, 1, dict(PREFILL))
+        result = self[name].run(request, tokens, 1, PREFILL | more)
         assert result.params and result.params["do_remote_prefill"], result
         return request, result
 

@@ -42,6 +42,12 @@ def test_decodes_from_the_rows_that_another_engine_left(compressed: Fleet, lengt
     decodes(compressed, "large", "small", fresh(length))
 
 
+@pytest.mark.parametrize("length", [3, 7, 11, 127, 128, 256, 259, 263, 384])
+def test_a_whole_prompt_is_offered_in_a_routers_room(compressed: Fleet, length: int) -> None:
+    """But where a block of the window ends with the token before the last: vLLM has given up one that decode needs."""
+    decodes(compressed, "large", "small", fresh(length), bootstrap_room=1 + next(SEEDS))
+
+
 @pytest.mark.parametrize("length", [300, 900, 2049, 4000])
 def test_a_prompt_is_computed_in_pieces(compressed: Fleet, length: int) -> None:
     """Of 256 tokens, which changes numbers a little. Of more than 2048 the model chooses rows by their index keys."""
@@ -128,17 +134,17 @@ def fresh(length: int) -> list[int]:
     return prompt(length, next(SEEDS))
 
 
-def decodes(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> None:
-    assert crosses(fleet, sender, receiver, tokens) == alone(fleet, tokens, 12)
+def decodes(fleet: Fleet, sender: str, receiver: str, tokens: list[int], **room: int) -> None:
+    assert crosses(fleet, sender, receiver, tokens, **room) == alone(fleet, tokens, 12)
 
 
-def crosses(fleet: Fleet, sender: str, receiver: str, tokens: list[int], first: int = 0) -> list[int]:
+def crosses(fleet: Fleet, sender: str, receiver: str, tokens: list[int], first: int = 0, **room: int) -> list[int]:
     """All rows from token `first` on that the model reads for the last token came as they were left.
 
     Returns what is decoded from them.
     """
     fleet.start(sender, receiver)  # what is offered is not held for as long as a start-up may take
-    request, prefilled = fleet.prefill(sender, tokens)
+    request, prefilled = fleet.prefill(sender, tokens, **room)
     wanted = fleet.name(f"d-{receiver}")
     answer = fleet[receiver].run(wanted, tokens, 12, prefilled.params)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
