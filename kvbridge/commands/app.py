@@ -635,7 +635,7 @@ def drain(
     under way, how many moved, and why the others stay, which are finished there.
 
     Exits with 0 once nothing is left; 1 if that takes longer, no proxy answers, or no other engine is healthy. It
-    drains until --undo, or until the proxy is started again.
+    drains until --undo, or until the proxy is started again or the engine leaves its list.
 
     \b
     Examples:

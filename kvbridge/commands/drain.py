@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from urllib.parse import quote
 
 from ..errors import OperatorError
 from ..oneline import plain
+from ..unix_socket import credentials_of
 from .console import stdout
 
 PROXY_ANSWER_S = 10.0
@@ -30,6 +32,8 @@ class _UnixConnection(HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
+        if os.getuid() and (user := credentials_of(self.sock)[1]) not in (0, os.getuid()):
+            raise PermissionError(f"user {user} listens there")
 
 
 def drain(engine: str, control: Path, timeout_s: float) -> None:

@@ -89,12 +89,14 @@ class FleetControl:
 
     async def drain(self, request: web.Request) -> web.Response:
         """Drain an engine, or take it back: {"engine": NAME, "undo": bool}."""
-        asked = parse(await request.read(), dict[str, Any])
+        try:
+            asked = parse(await request.read(), dict[str, Any])
+        except ValueError as error:
+            return _refused(400, "bad_request", f"not a JSON object: {error}")
         name, is_undone = str(asked.get("engine")), asked.get("undo") is True
         listed = [each for each in self._fleet.listed() if each.name == name]
-        if not listed and (is_undone or not self._fleet.named(name)):
-            known = ", ".join(sorted({each.name for each in self._fleet.listed()}))
-            return _refused(404, "no_engine", f"the proxy has no engine {name}; it has {known}")
+        if is_undone and not listed:
+            return self._unknown(name)
         if not is_undone:
             for each in listed:
                 if not self._fleet.healthy(each.role, listed):
@@ -106,7 +108,12 @@ class FleetControl:
         return self._told(request.query.get("engine", ""))
 
     def _told(self, name: str) -> web.Response:
-        return web.json_response([_told(each) for each in self._fleet.named(name)])
+        named = self._fleet.named(name)
+        return web.json_response([_told(each) for each in named]) if named else self._unknown(name)
+
+    def _unknown(self, name: str) -> web.Response:
+        known = ", ".join(sorted({each.name for each in self._fleet.listed()}))
+        return _refused(404, "no_engine", f"the proxy has no engine {plain(name, 200)}; it has {known}")
 
 
 def _told(engine: Backend) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import stat
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, UnixConnector
 
+from kvbridge.commands.drain import undo
 from kvbridge.errors import OperatorError
 from kvbridge.proxy.control import controlled
 from kvbridge.proxy.fleet import Role, read_engine
@@ -126,6 +129,16 @@ async def test_an_engine_that_is_off_the_list_can_be_watched_and_not_taken_back(
         assert (await command.ended())[0] == 0 and answer_of((await task)[1]) == WHOLE
 
 
+async def test_an_engine_drains_on_when_the_list_is_read_again(tmp_path: Path) -> None:
+    async with counting() as (w, (first, second)), controlled(w.fleet, tmp_path / "c"):
+        assert (await (await drain(first.engine, tmp_path / "c")).ended())[0] == 0
+        w.fleet.replace([read_engine(each.role, each.name) for each in w.fleet.listed()])
+        second.allow(100)
+        for _ in range(3):
+            assert (await w.ask(COMPLETIONS, BODIES[COMPLETIONS]))[0] == 200
+        assert not first.engine.got
+
+
 async def test_refusals(tmp_path: Path) -> None:
     async with counting(1) as (w, (first,)), controlled(w.fleet, tmp_path / "c"):
         for engine, control, code in (
@@ -136,6 +149,24 @@ async def test_refusals(tmp_path: Path) -> None:
             status, said = await (await drain(engine, tmp_path / control)).ended()
             assert status == 1 and f"kvbridge drain: {code}" in said
         assert w.fleet.healthy(Role.DECODE)
+
+
+async def test_what_is_no_request_is_refused_by_name(tmp_path: Path) -> None:
+    client = ClientSession("http://proxy", connector=UnixConnector(str(tmp_path / "c")))
+    async with counting() as (w, _), controlled(w.fleet, tmp_path / "c"), client:
+        for body in (b"x", b"[]"):
+            async with client.post("/drain", data=body) as answer:
+                assert (answer.status, (await answer.json())["code"]) == (400, "bad_request")
+        async with client.get("/drain", params={"engine": "vllm=http://h:1"}) as answer:
+            assert (answer.status, (await answer.json())["code"]) == (404, "no_engine")
+
+
+async def test_another_users_socket_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.commands.drain.credentials_of", lambda _: (1, 1234, 1234))
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    async with counting() as (w, (first, _)), controlled(w.fleet, tmp_path / "c"):
+        with pytest.raises(OperatorError, match="user 1234 listens there"):
+            await asyncio.to_thread(undo, named(first.engine), tmp_path / "c")
 
 
 async def test_the_socket_is_the_users_own_and_no_other_proxys_is_taken(tmp_path: Path) -> None:
