@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from .hooks import install
 from .last_blocks import loaded_ids
+from .layers import has_unequal_rows
 from .options import VLLMOptions
 from .scheduler import SchedulerSide
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -77,9 +78,10 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Of a window vLLM would count rows too that are not there any more, and those before `num_computed_tokens` do
         not come, unless its prefix cache has none of them. Of several groups of all tokens it asks the first only, and
-        another may have lost rows that this one has.
+        another may have lost rows that this one has; it looks for those of groups that do not travel, too.
         """
-        return not (self.scheduler.has_cached_windows or self.scheduler.has_unequal_rows)
+        specs = (each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups)
+        return not (self.scheduler.has_cached_windows or has_unequal_rows(specs))
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -233,6 +233,12 @@ def is_ring(spec: Any) -> bool:
 def is_never_cached(spec: Any) -> bool:
     """Whether vLLM's prefix cache leaves the group out: a ring, or a window that is computed again after a hit."""
     return not getattr(spec, "prefix_cacheable", True)
+
+
+def has_unequal_rows(specs: Iterable[Any]) -> bool:
+    """Whether vLLM's prefix cache looks for rows of all tokens by several specs: it may have more of the first's."""
+    full = [each for each in specs if kind_of(each) == "full" and not is_never_cached(each)]
+    return any(each != full[0] for each in full[1:])
 
 
 def window_of(spec: Any) -> int:

@@ -14,7 +14,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,6 @@ from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
 from .fetches import Fetch, Fetches
-from .layers import is_never_cached, kind_of
 from .options import VLLMOptions
 from .params import AWAITS_KEPT, FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
 from .pressure import KeptBlocks, Pressure
@@ -261,16 +259,6 @@ class SchedulerSide:
     def has_cached_windows(self) -> bool:
         """Whether some layers keep the rows of the last tokens only, and vLLM's prefix cache has them."""
         return any(each.kind not in ("full", "state") and not each.is_never_cached for each in self._tables.groups)
-
-    @cached_property
-    def has_unequal_rows(self) -> bool:
-        """Whether vLLM's prefix cache looks for rows of all tokens by several specs: it may have more of the first's.
-
-        It looks for those of groups that do not travel, too.
-        """
-        specs = [each.kv_cache_spec for each in self._cache.kv_cache_groups]
-        full = [each for each in specs if kind_of(each) == "full" and not is_never_cached(each)]
-        return any(each != full[0] for each in full[1:])
 
     # Free blocks:
 

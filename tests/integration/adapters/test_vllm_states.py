@@ -633,8 +633,7 @@ def test_groups_that_vllms_prefix_cache_leaves_out_are_no_reason_to_compute_rows
     hot, other = HiSparseHotSpec(block_size=BLOCK, page_size=64, blocks_per_request=2), replace(FULL, dtype=torch.half)
     for spec, travels, is_unequal in ((hot, False, False), (other, False, True), (other, True, True)):
         group = KVCacheGroupSpec(["more"], spec, enable_kv_transfer=travels)
-        one.connector.scheduler._cache = replace(one.cache, kv_cache_groups=[*one.cache.kv_cache_groups, group])
-        vars(one.connector.scheduler).pop("has_unequal_rows", None)  # which is looked at once
+        one.connector._kv_cache_config = replace(one.cache, kv_cache_groups=[*one.cache.kv_cache_groups, group])
         assert one.connector.supports_divergent_local_hybrid_hits is not is_unequal, (spec, travels)
 
 
