@@ -34,7 +34,9 @@ class Bench:
         **options: Any,
     ) -> None:
         self._folder, self._stack, self._engine = folder, stack, engine
-        self._is_hasty = (options | dict(d or {})).get("connect_s", PATIENT_S) < PATIENT_S
+        told = options | dict(d or {})
+        self._is_hasty = told.get("connect_s", PATIENT_S) < PATIENT_S
+        self._loses_sessions = told.get("silence_s", PATIENT_S) < PATIENT_S  # when the machine is busy
         self.senders = self._started("p", sender, options | dict(p or {}))
         self.receivers = self._started("d", receiver, options | dict(d or {}))
         self.sender_shape, self.receiver_shape = sender, receiver
@@ -121,15 +123,17 @@ class Bench:
         return carry(self.sender, self.receiver, request, address=address)
 
     def works(self, request: str = "") -> None:
-        """They still serve, at once; a receiver with a short `connect_s` may need several tries on a busy machine."""
+        """They still serve, at once; a receiver with a short `connect_s` may meet the sender at a later try."""
+        is_met = any(peer.state == "sender open" for peer in self.receivers[0].agent.status.peers)
+        may_fail = self._is_hasty and (self._loses_sessions or not is_met)
         tried: list[Failed] = []
-        wait_for(lambda: self._tries(request or f"proof {next(PROOFS)}", tried), why=lambda: f"{tried[-1]}")
+        wait_for(lambda: self._tries(request or f"proof {next(PROOFS)}", tried, may_fail), why=lambda: f"{tried[-1]}")
 
-    def _tries(self, request: str, tried: list[Failed]) -> bool:
+    def _tries(self, request: str, tried: list[Failed], may_fail: bool) -> bool:
         answer = self.carry(f"{request}{' again' * len(tried)}")
         if isinstance(answer, Done):
             return True
-        assert answer.code == "peer_unreachable" and self._is_hasty, f"{answer}\n{self.receivers[0].agent.text()}"
+        assert answer.code == "peer_unreachable" and may_fail, f"{answer}\n{self.receivers[0].agent.text()}"
         tried.append(answer)
         return False
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -20,7 +22,6 @@ from msgspec import structs
 from demo.processes import free_port
 from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
-from kvbridge.commands.fleet import PAGE_ANSWER_S
 from kvbridge.geometry.traits import prompt_size
 from testing.agents import OracleEngine, agent, attached
 from testing.hosts import why_not
@@ -204,33 +205,54 @@ def test_no_prometheus_is_said() -> None:
 
 @pytest.fixture
 def hundred(start: Start) -> Iterator[list[str]]:
-    """Addresses of a hundred servers of one real agent's page, of which a tenth never answer."""
+    """Addresses of a hundred servers of one real agent's page: a tenth never answer, the others when many are asked."""
     _, port = start("p")
     page = asked(("127.0.0.1", port), "/status")[1].encode()
-    servers, places = list[socket.socket](), list[str]()
+    servers, places, waiting = list[socket.socket](), list[str](), Waiting()
     for number in range(100):
         servers.append(socket.create_server(("127.0.0.1", 0)))
         places.append(at(servers[-1].getsockname()[1]))
         if number % 10:
-            threading.Thread(target=_serve, args=(servers[-1], page), daemon=True).start()
+            threading.Thread(target=_serve, args=(servers[-1], page, waiting), daemon=True).start()
     yield places
     for each in servers:
         each.close()
 
 
-def _serve(server: socket.socket, page: bytes) -> None:
+class Waiting:
+    """Connections whose clients wait for an answer, until so many do at once."""
+
+    ENOUGH = 48  # a tenth of those that are asked at once never answer
+
+    def __init__(self) -> None:
+        self._asked = set[int]()
+        self._are_enough = threading.Event()
+
+    def wait(self, connection: socket.socket) -> bool:
+        """False if this client has gone before."""
+        self._asked.add(connection.fileno())
+        if len(self._asked) >= self.ENOUGH:
+            self._are_enough.set()
+        while not self._are_enough.wait(0.02):
+            if select.select([connection], [], [], 0)[0]:
+                self._asked.discard(connection.fileno())
+                return False
+        return True
+
+
+def _serve(server: socket.socket, page: bytes, waiting: Waiting) -> None:
     while True:
         try:
             connection, _ = server.accept()
         except OSError:
             return
-        with connection:
+        with connection, contextlib.suppress(OSError):  # a busy client has given up
             connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + page)
+            if waiting.wait(connection):
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + page)
 
 
 def test_a_hundred_agents_are_asked_at_once(hundred: list[str], tmp_path: Path) -> None:
+    """Most of them answer only when they all are asked."""
     (listed := tmp_path / "agents").write_text("\n".join(hundred))
-    code, _, seen = fleet("90 of 100 agents healthy", f"file://{listed}")
-    took_s = float(seen.split("asked in ")[1].split()[0])
-    assert code == 1 and took_s < 10 * PAGE_ANSWER_S, "ten silent ones, one after the other"
+    assert fleet("90 of 100 agents healthy", f"file://{listed}")[0] == 1
