@@ -82,7 +82,7 @@ check: lint
 # Six at a time, on two cores: most wait for processes. Who has done its part takes half of what another has left;
 # otherwise one of six gets all tests of agents at the start, as they are neighbours, and the others wait for it. What
 # looks at the clock comes apart from what computes.
-ALONE = tests/system/faults tests/system/test_demo.py
+ALONE = tests/system/test_demo.py tests/system/faults
 # What takes longest is printed, so that CI shows what to shorten.
 SLOWEST = --durations=10 --durations-min=1
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not install and not systemd and not gpu and not multi_gpu"
