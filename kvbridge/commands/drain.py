@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 class _UnixConnection(HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("proxy", timeout=PROXY_ANSWER_S)
+        super().__init__("kvbridge.proxy", timeout=PROXY_ANSWER_S)
         self._path = path
 
     def connect(self) -> None:
