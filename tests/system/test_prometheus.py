@@ -349,13 +349,13 @@ def test_metrics_keep_prometheus_rules(server: Server) -> None:
 def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(tmp_path: Path) -> None:
     """The labels are those of a real scrape, also of a pod's."""
     with fleet(tmp_path) as (server, sender, receiver, _):
+        server.wait('kube_statefulset_replicas{statefulset="prefill"} == 1')
         assert {each["metric"]["job"] for each in server.query("up")} == {
             "kvbridge",
             "kvbridge-proxy",
             "kube-state-metrics",
         }
         missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
-        server.wait('kube_statefulset_replicas{statefulset="prefill"} == 1')
         assert not server.query(missing)
         KubeStateMetrics.replicas["prefill"] = 2  # one pod more is wanted, and nobody finds it
         server.wait(missing)
