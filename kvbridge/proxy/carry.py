@@ -206,12 +206,15 @@ class Carrier:
         self._moving += 1
         try:
             opened = await self._opened(stack, ask, call)
-        except (NoEngine, *LEG_FAILURES) as error:
+        except (NoEngine, Refusal, ClientError, *LEG_FAILURES) as error:
             self._fleet.sparing.say("returned", f"returned: {engine.label} goes on with what it gave up: {error}")
             outcome, answer.stays = "returned", "no other engine took it"
             call.running.stays = answer.stays
             stack.enter_context(self._fleet.used(engine, call.running))
-            opened = await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+            try:
+                opened = await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+            except (Refusal, ClientError) as refusal:  # the client has a part of the answer already
+                raise LegFailed(engine, "refused", str(refusal), is_retryable=False) from None
         finally:
             self._moving -= 1
         assert isinstance(opened, Streamed)
@@ -497,7 +500,7 @@ ALL_KINDS = tuple(Kind)
 
 def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
     """Those that take what was asked."""
-    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 else ALL_KINDS
+    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 or ask.is_rest else ALL_KINDS
 
 
 Prefilling = asyncio.Task[bytes | Failure]

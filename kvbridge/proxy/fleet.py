@@ -94,7 +94,7 @@ class Backend:
     is_slow: bool = False  # its last health check took too long: others of its side come first
     is_draining: bool = False  # it gets no new requests, and others go on with what they can
     outstanding: int = 0
-    running: set[Running] = field(default_factory=set)
+    running: list[Running] = field(default_factory=list)  # twice while it takes back what it gave up
     moved: int = 0  # answers that went on at another engine since it drains
     returned: int = 0  # those that no other engine took
     turn: int = 0  # when it was last taken
@@ -311,14 +311,14 @@ class Fleet:
         gauge = self._metrics.outstanding.labels(engine.role, engine.name)
         gauge.inc()
         if running is not None:
-            engine.running.add(running)
+            engine.running.append(running)
         try:
             yield engine
         finally:
             engine.outstanding -= 1
             gauge.dec()
             if running is not None:
-                engine.running.discard(running)
+                engine.running.remove(running)
 
     def failed(self, failure: LegFailed) -> None:
         """Count a failure. An engine that cannot be reached gets nothing more until it passes a health check."""

@@ -48,6 +48,10 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._of_request)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether rows of this request may still be written."""
+        return request_id in self._of_request
+
     def begin(self, request: Any, want: Want) -> None:
         """This want is sent."""
         fetch = Fetch(want, {want.number: request})

@@ -675,7 +675,8 @@ class SchedulerSide:
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
-        is_outdated = request_id in self._outdated
+        # vLLM counts tokens as computed while they are fetched.
+        may_keep = request_id not in self._outdated and request_id not in self._fetches
         self._outdated.discard(request_id)
         self._looked_up.discard(request_id)
         if (receiving := self._receiving.pop(request_id, None)) is not None:  # it never got blocks
@@ -686,7 +687,7 @@ class SchedulerSide:
         sending = self._sending.pop(request_id, None)
         if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
             self._offer_nothing(request, sending.rendezvous, sending.lacking or request.status.name.lower())
-        if sending is None and not is_outdated and (number := self._keep(request, tables)):
+        if sending is None and may_keep and (number := self._keep(request, tables)):
             self._hold(request_id, number, tables)
             return True, None
         if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):
@@ -700,7 +701,7 @@ class SchedulerSide:
         self._hold(request_id, sending.number, tables)
         self.held.unpin(sending.number)
         if request.status in PREFILLED and sending.is_whole:
-            if not is_outdated and (number := self._keep(request, tables)):
+            if may_keep and (number := self._keep(request, tables)):
                 self._hold(request_id, number, tables)
             if self._is_paused:
                 self._give_up_held()

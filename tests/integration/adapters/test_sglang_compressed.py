@@ -512,7 +512,7 @@ def test_states_in_bf16_become_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = prefill.forms()[layer, name].tensor
         rows[request.places((layer, name), numbers)] = torch.randn(44, rows.shape[1]).to(torch.bfloat16)
     carry(held(prefill.memory), given(request), 300, held(decode.memory), taken(other, 300, 0, states), 0, 300)
-    for layer, name, first in ((1, "state of 4", 293), (1, "index state of 4", 293), (2, "state of 128", 256)):
+    for layer, name, first in ((1, "state of 4", 296), (1, "index state of 4", 296), (2, "state of 128", 256)):
         ours, theirs = (
             each.engine.forms()[layer, name].tensor[each.places((layer, name), np.arange(first, 300))]
             for each in (request, other)

@@ -200,6 +200,27 @@ def test_what_a_preemption_took_is_not_kept(keeping: World) -> None:
     keeping.finish()
 
 
+def test_what_is_still_being_fetched_is_not_kept(keeping: World) -> None:
+    """vLLM counts a preempted request's tokens as computed while they are fetched from one that keeps them."""
+    request = keeping.request(200, max_tokens=500)
+    for _ in range(10):
+        keeping.step()
+    hear(keeping, kept_of(list(request.prompt_token_ids)))
+    assert request.num_output_tokens > 4
+    keeping.scheduler.running.remove(request)
+    keeping.scheduler._preempt_request(request, 0.0)
+    assert keeping.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    keeping.steps(3)
+    want = keeping.agent.one(Want)
+    assert request.num_computed_tokens >= 64
+    keeping.abort(request)
+    keeping.steps(2)
+    keeping.agent.say(done(want))
+    keeping.steps(3)
+    assert not [each for each in keeping.agent.take(Offer) if each.prefixes]
+    keeping.finish()
+
+
 @pytest.mark.parametrize("end", ["aborted before its prompt came", "short", "paused", "salted", "of two weights"])
 def test_which_answers_are_kept(keeping: World, end: str) -> None:
     if end == "aborted before its prompt came":

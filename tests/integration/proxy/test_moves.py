@@ -345,7 +345,22 @@ async def dies(request: web.Request) -> web.Response:
     return web.Response()
 
 
-@pytest.mark.parametrize("fails", [refuses, breaks, dies])
+async def forbids(_: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "no such adapter"}}, status=404)
+
+
+async def test_if_all_engines_refuse_the_rest_its_client_has_a_beginning_and_an_error() -> None:
+    async with counting() as (w, (first, second)):
+        task = await started(w, first)
+        first.fails = second.fails = forbids
+        drain(w, first)
+        first.allow(11)
+        status, events = await task
+        assert status == 200 and json.loads(events[-1])["error"]["code"] == "refused"
+        assert WHOLE.startswith(text_of([json.loads(each) for each in events[:-1]]))
+
+
+@pytest.mark.parametrize("fails", [refuses, forbids, breaks, dies])
 async def test_if_no_other_engine_takes_it_it_goes_on_where_it_was(fails: Any) -> None:
     async with counting() as (w, (first, second)):
         task = await started(w, first)
