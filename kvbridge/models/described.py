@@ -332,10 +332,8 @@ def _compressed_rows(
     def state(ratio: int) -> Group:
         if is_ringed:
             return kept(V41_RING, ratio, "chunked")
-        if not is_sglang:
+        if ratio == 4 or not is_sglang:
             return kept(*OPEN_BLOCKS[ratio], "sliding" if ratio == 4 else "chunked")
-        if ratio == 4:
-            return kept(*OPEN_BLOCKS[4], "sliding")
         return Group(kind="chunked", block_tokens=ratio, blocks=BLOCKS, window=ratio)
 
     rows = [("", V4_ROWS), ("_scale", V4_SCALES)]

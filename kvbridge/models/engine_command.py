@@ -26,7 +26,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_tokens": ("--block-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
-        "backend": ("--attention-backend", "--attention-config.backend", "-ac.backend"),
+        "backend": ("--attention-backend",),
         "drafts": ("--speculative-config", "-sc"),
         "method": ("--spec-method",),
         "draft_model": ("--spec-model",),
@@ -199,18 +199,19 @@ def _folded(words: list[str]) -> list[str]:
     for word in left:
         name, equals, value = word.partition("=")
         option, *keys = name.split(".")
+        keys = [key.replace("-", "_") for key in keys]
         if not (keys and option.startswith("-") and option.lstrip("-")[:1].isalpha()):
             kept.append(word)
             continue
         place, value = parts.setdefault(option, {}), value if equals else next(left, "")
         for key in keys[:-1]:
-            place = place.setdefault(key.replace("-", "_"), {})
+            place = place.setdefault(key, {})
             if not isinstance(place, dict):
                 raise OperatorError("bad_option", f"{name}: {key} has a value already")
         try:
-            place[keys[-1].replace("-", "_")] = json.loads(value)
+            place[keys[-1]] = json.loads(value)
         except ValueError:
-            place[keys[-1].replace("-", "_")] = value
+            place[keys[-1]] = value
     return [*kept, *(f"{option}={json.dumps(each)}" for option, each in parts.items())]
 
 

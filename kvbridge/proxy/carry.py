@@ -148,7 +148,7 @@ class Carrier:
             answer = MovableAnswer(ask)
             if not answer.stays and not (self._moves and self._fleet.moves):
                 answer.stays = "no other engine" if self._moves else "moves are off"
-            call = replace(call, running=Running(call.headers.get("X-Request-Id", ""), answer.stays))
+            call = replace(call, running=Running(answer.stays))
             opened = await self._opened(stack, ask if answer.stays else answer.first(), call)
             if isinstance(opened, Streamed) and not answer.stays:
                 events = await stack.enter_async_context(aclosing(self._moved(stack.pop_all(), opened, answer, call)))

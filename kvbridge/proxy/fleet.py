@@ -79,7 +79,6 @@ class LegFailed(KVBridgeError):
 class Running:
     """A prompt that engines are at work on. `stays`: why it cannot go on at another decode engine; "" if it can."""
 
-    name: str
     stays: str
 
 
