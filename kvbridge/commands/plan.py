@@ -24,6 +24,7 @@ from ..local_agents import ask_pool
 from ..models.config import read
 from ..models.described import pools_of
 from ..models.engine_command import parse
+from ..models.fleet import EngineSize
 from ..oneline import plain
 from ..values import Value
 from .console import stdout, write, write_reasons
@@ -42,10 +43,14 @@ class PlannedPart(Value):
 
 
 class EngineSide(Value):
-    """The named ranks of one engine, and the smallest slot of those agents that were asked (None without any)."""
+    """The named ranks of one engine, and the smallest slot of those agents that were asked (None without any).
+
+    By a command line they are of one replica, of `size.replicas`.
+    """
 
     pools: Sequence[Pool]
     slot_bytes: int | None
+    size: EngineSize = EngineSize(1)
 
 
 def show(
@@ -124,7 +129,9 @@ def sides_of(path: Path, sender: str, receiver: str) -> tuple[EngineSide, Engine
     errors: list[tuple[str, KVBridgeError]] = []
     for role, command in (("sender", sender), ("receiver", receiver)):
         try:
-            found.append(EngineSide(pools_of(model, parse(command), name[:256], role, role == "receiver"), None))
+            engine = parse(command)
+            pools = pools_of(model, engine, name[:256], role, role == "receiver")
+            found.append(EngineSide(pools, None, EngineSize(len(pools), engine.replicas, engine.copies)))
         except KVBridgeError as error:
             errors.append((role, error))
     if errors:

@@ -10,7 +10,20 @@ from typing import Any
 from kvbridge_proto.pool import Pool
 
 from ..errors import OperatorError, did_you_mean
-from ..models.fleet import MAY_BE_0, MOST, SHARES, SIZES, FleetGoal, FleetKV, FleetPlan, filled, plan_fleet, sequences
+from ..models.fleet import (
+    MAY_BE_0,
+    MOST,
+    SHARES,
+    SIZES,
+    EngineSize,
+    FleetGoal,
+    FleetKV,
+    FleetPlan,
+    filled,
+    plan_fleet,
+    sequences,
+    weights,
+)
 from .console import stdout, write
 from .plan import USUAL_SLOT_BYTES, EngineSide, parts_of, sides_of
 
@@ -70,50 +83,58 @@ def show(model: Path | None, sender: str, receiver: str, text: str, as_json: boo
     goal = read_goal(text)
     giving, taking = sides_of(model, sender, receiver)
     kv = kv_bytes(giving, taking, goal)
-    ranks = len(giving.pools), len(taking.pools)
-    found = plan_fleet(goal, kv, *ranks)
+    found = plan_fleet(goal, kv, giving.size, taking.size)
     if as_json:
         shown = {name: asdict(each) for name, each in (("goal", goal), ("kv", kv), ("plan", found))}
-        write(shown | {"link_bytes_per_s": link(found, kv)})
+        write(shown | {"link_bytes_per_s": link(goal, found, kv)})
     else:
-        stdout().print("\n".join(_lines(goal, kv, ranks, found)), markup=False, highlight=False)
+        stdout().print("\n".join(_lines(goal, kv, giving.size, taking.size, found)), markup=False, highlight=False)
     if found.rate < goal.rate:
         raise OperatorError("fleet_too_small", f"serves {found.rate:.3g} of {goal.rate:g} requests/s")
 
 
-def link(found: FleetPlan, kv: FleetKV) -> float:
+def link(goal: FleetGoal, found: FleetPlan, kv: FleetKV) -> float:
     """Bytes/s out of a prefill engine so that a prompt is carried in the time that its prefill takes."""
-    return kv.carried / found.prefill_s
+    return kv.carried * found.prefill_rate / goal.busy
 
 
-def _lines(goal: FleetGoal, kv: FleetKV, ranks: tuple[int, int], found: FleetPlan) -> list[str]:
+def _lines(goal: FleetGoal, kv: FleetKV, prefilling: EngineSize, decoding: EngineSize, found: FleetPlan) -> list[str]:
     flops, memory_rate, memory = filled(goal)
-    weights = goal.parameters * goal.parameter_bytes
     active = goal.active or goal.parameters
-    used = found.prefill * ranks[0] + found.decode * ranks[1]
+    used = found.prefill * prefilling.gpus + found.decode * decoding.gpus
     return [
-        f"{found.prefill} prefill and {found.decode} decode engines of {ranks[0]} and {ranks[1]} GPUs ({used} of "
-        f"{goal.gpus} GPUs) serve {found.rate:.3g} requests/s",
+        f"{found.prefill} prefill and {found.decode} decode engines of {_gpus(prefilling)} and {_gpus(decoding)} GPUs "
+        f"({used} of {goal.gpus} GPUs) serve {found.rate:.3g} requests/s",
         "",
         f"KV: {kv.carried / goal.prompt_tokens:,.0f} bytes a token carried, {kv.carried / 1e6:,.1f} MB a prompt",
-        f"prefill: 2 x {active:.3g} parameters x {goal.prompt_tokens} tokens / ({ranks[0]} x {flops:.3g} FLOP/s x "
-        f"prefill_efficiency {goal.prefill_efficiency:g}) = {found.prefill_s * 1e3:,.0f} ms a prompt",
-        f"  busy {goal.busy:g} / {found.prefill_s:.3g} s = {found.prefill_rate:.3g} requests/s an engine",
-        f"decode: ({ranks[1]} x {memory / 1e9:g} GB x memory_share {goal.memory_share:g} - weights "
-        f"{weights / 1e9:,.1f} GB) / {kv.sequence / 1e6:,.1f} MB a sequence, at most most_sequences "
-        f"{goal.most_sequences} and step_s {goal.step_s:g}: {found.sequences} sequences",
-        f"  a step reads weights and KV at {ranks[1]} x {memory_rate:.3g} B/s x decode_efficiency "
+        f"prefill: 2 x {active:.3g} parameters x {goal.prompt_tokens} tokens / ({prefilling.ranks} x {flops:.3g} "
+        f"FLOP/s x prefill_efficiency {goal.prefill_efficiency:g}) = {found.prefill_s * 1e3:,.0f} ms a prompt",
+        f"  busy {goal.busy:g}{_each(prefilling)} / {found.prefill_s:.3g} s = {found.prefill_rate:.3g} requests/s an "
+        "engine",
+        f"decode: ({decoding.gpus} x {memory / 1e9:g} GB x memory_share {goal.memory_share:g} - weights "
+        f"{weights(goal, decoding) / 1e9:,.1f} GB) / {kv.sequence / 1e6:,.1f} MB a sequence, at most most_sequences "
+        f"{goal.most_sequences}{_each(decoding)} and step_s {goal.step_s:g}: {found.sequences} sequences",
+        f"  a step reads weights and KV at {decoding.gpus} x {memory_rate:.3g} B/s x decode_efficiency "
         f"{goal.decode_efficiency:g} (or is bound by FLOPs): {found.step_s * 1e3:,.1f} ms",
         f"  busy {goal.busy:g} x {found.sequences} / ({goal.answer_tokens} tokens x {found.step_s:.3g} s) = "
         f"{found.decode_rate:.3g} requests/s an engine",
-        f"link: {link(found, kv) / 1e9:,.2f} GB/s out of a prefill engine carry a prompt in the time of its prefill; "
-        f"{min(goal.rate, found.rate) * kv.carried / found.decode / 1e9:,.2f} GB/s into a decode engine on average",
+        f"link: {link(goal, found, kv) / 1e9:,.2f} GB/s out of a prefill engine carry a prompt in the time of its "
+        f"prefill; {min(goal.rate, found.rate) * kv.carried / found.decode / 1e9:,.2f} GB/s into a decode engine on "
+        "average",
         "sizes that hold the weights and a sequence: " + _sizes(goal, kv),
         "",
         NOT_KNOWN,
     ]
 
 
+def _gpus(size: EngineSize) -> str:
+    return f"{size.replicas} x {size.ranks}" if size.replicas > 1 else str(size.ranks)
+
+
+def _each(size: EngineSize) -> str:
+    return f" x {size.replicas} replicas" if size.replicas > 1 else ""
+
+
 def _sizes(goal: FleetGoal, kv: FleetKV) -> str:
-    found = {size: sequences(goal, kv, size) for size in SIZES}
+    found = {size: sequences(goal, kv, EngineSize(size)) for size in SIZES}
     return ", ".join(f"{size} GPUs ({count} sequences)" for size, count in found.items() if count) or "none"

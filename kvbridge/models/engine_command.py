@@ -62,6 +62,7 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "has_private_blocks": ("--no-enable-prefix-caching",),
         "can_sleep": ("--enable-sleep-mode",),
         "replays_states": ("--use-replayssm",),
+        "spreads_experts": ("--enable-expert-parallel", "-ep"),
     },
     "sglang": {
         "keeps_all": ("--disable-hybrid-swa-memory",),
@@ -84,8 +85,10 @@ TEXTS = (*DTYPES, *BACKENDS, "state_mode", "drafts", "method", "draft_model", "m
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """One engine as its command line makes it. Sizes count ranks; `tp` is that of attention.
+    """One engine as its command line makes it. Sizes count ranks of a replica; `tp` is that of attention.
 
+    replicas     how many it has (data parallelism)
+    copies       of its weights: one for each replica, or one if replicas share the GPUs of all
     backend, prefill_backend, decode_backend, v4_backend    of attention, where the command names one
     keeps_all    layers with windows keep all tokens
     has_private_blocks    vLLM gives no block to another request
@@ -103,6 +106,8 @@ class EngineCommand:
     """
 
     engine: str
+    replicas: int = 1
+    copies: int = 1
     tp: int = 1
     pp: int = 1
     pcp: int = 1
@@ -218,6 +223,8 @@ def _folded(words: list[str]) -> list[str]:
 def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
     in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
+    is_shared = given.pop("spreads_experts", False) or in_attention > 1
+    given |= {"replicas": max(replicas, in_attention), "copies": 1 if is_shared else replicas}
     is_drafting = any(given.get(name) for name in ("drafts", "method", "draft_model"))
     drafts, has_own_drafts = _drafts(engine, given)
     attention = _json("--attention-config", str(given.pop("attention", "")))

@@ -30,7 +30,7 @@ class FleetGoal:
     decode_efficiency     the share of `memory_rate` that a decode step reaches. Not measured here
     memory_share    what weights and KV may have of a GPU's memory
     busy            the share of the time that an engine may work: the rest is for what arrives unevenly
-    most_sequences  that one engine decodes at once
+    most_sequences  that one replica decodes at once
     step_s          how long a decode step may take at most
     """
 
@@ -54,6 +54,19 @@ class FleetGoal:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSize:
+    """`replicas` of an engine with so many `ranks` each, one a GPU, and how many copies of the weights they hold."""
+
+    ranks: int
+    replicas: int = 1
+    copies: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
 class FleetKV:
     """Bytes of KV: of a prompt as it is carried, of a prompt and of a whole sequence in a decode engine's memory."""
 
@@ -64,7 +77,10 @@ class FleetKV:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """`prefill_s` is for one prompt. `sequences` and `step_s` are of a full decode engine. Rates are requests/s."""
+    """`prefill_s` is for one prompt. `sequences` and `step_s` are of a full decode engine. Rates are requests/s.
+
+    Engines are counted with all their replicas.
+    """
 
     prefill: int
     decode: int
@@ -88,49 +104,58 @@ def filled(goal: FleetGoal) -> tuple[float, float, float]:
 
 
 def prefill_s(goal: FleetGoal, ranks: int) -> float:
-    """2 FLOPs for each active parameter and token; what attention adds with the square of the prompt is left out."""
+    """By a replica. 2 FLOPs for each active parameter and token; what attention adds with the square is left out."""
     flops, _, _ = filled(goal)
     return 2 * (goal.active or goal.parameters) * goal.prompt_tokens / (ranks * flops * goal.prefill_efficiency)
 
 
-def step_s(goal: FleetGoal, kv: FleetKV, ranks: int, sequences: int) -> float:
+def step_s(goal: FleetGoal, kv: FleetKV, size: EngineSize, sequences: int) -> float:
     """A decode step reads all weights and each sequence's KV, half of its answer on average; or FLOPs bind it."""
     flops, memory_rate, _ = filled(goal)
-    read = goal.parameters * goal.parameter_bytes + sequences * (kv.prompt + kv.sequence) / 2
+    read = weights(goal, size) + sequences * (kv.prompt + kv.sequence) / 2
     computed = 2 * (goal.active or goal.parameters) * sequences
-    return max(read / (memory_rate * goal.decode_efficiency), computed / (flops * goal.prefill_efficiency)) / ranks
+    return max(read / (memory_rate * goal.decode_efficiency), computed / (flops * goal.prefill_efficiency)) / size.gpus
 
 
-def room_for_kv(goal: FleetGoal, ranks: int) -> float:
+def weights(goal: FleetGoal, size: EngineSize) -> float:
+    """Bytes of them in an engine."""
+    return goal.parameters * goal.parameter_bytes * size.copies
+
+
+def room_for_kv(goal: FleetGoal, size: EngineSize) -> float:
     """Bytes that weights leave of an engine's memory; below 0 if they do not fit."""
     _, _, memory = filled(goal)
-    return ranks * memory * goal.memory_share - goal.parameters * goal.parameter_bytes
+    return size.gpus * memory * goal.memory_share - weights(goal, size)
 
 
-def sequences(goal: FleetGoal, kv: FleetKV, ranks: int) -> int:
+def sequences(goal: FleetGoal, kv: FleetKV, size: EngineSize) -> int:
     """How many whole sequences one engine decodes at once: by memory, `most_sequences` and `step_s`; 0 if none fits."""
-    room = room_for_kv(goal, ranks)
-    most = min(goal.most_sequences, int(room // kv.sequence)) if room > 0 else 0
-    return bisect_right(range(1, most + 1), goal.step_s, key=lambda count: step_s(goal, kv, ranks, count))
+    room = room_for_kv(goal, size)
+    most = min(goal.most_sequences * size.replicas, int(room // kv.sequence)) if room > 0 else 0
+    return bisect_right(range(1, most + 1), goal.step_s, key=lambda count: step_s(goal, kv, size, count))
 
 
-def plan_fleet(goal: FleetGoal, kv: FleetKV, prefill_ranks: int, decode_ranks: int) -> FleetPlan:
+def plan_fleet(goal: FleetGoal, kv: FleetKV, prefilling: EngineSize, decoding: EngineSize) -> FleetPlan:
     """The split of the GPUs that serves most: the slower side decides. Raises OperatorError (`fleet_too_small`)."""
-    each_s, count = prefill_s(goal, prefill_ranks), sequences(goal, kv, decode_ranks)
-    if room_for_kv(goal, prefill_ranks) < kv.prompt:
-        raise OperatorError("fleet_too_small", f"prefill: {prefill_ranks} GPUs do not hold the weights and one prompt")
+    each_s, count = prefill_s(goal, prefilling.ranks), sequences(goal, kv, decoding)
+    prefill_gpus, decode_gpus = prefilling.gpus, decoding.gpus
+    if room_for_kv(goal, prefilling) < kv.prompt * prefilling.replicas:
+        raise OperatorError(
+            "fleet_too_small", f"prefill: {prefill_gpus} GPUs do not hold the weights and a prompt of each replica"
+        )
     if not count:
         raise OperatorError(
-            "fleet_too_small", f"decode: {decode_ranks} GPUs do not decode one sequence within step_s={goal.step_s}"
+            "fleet_too_small", f"decode: {decode_gpus} GPUs do not decode one sequence within step_s={goal.step_s}"
         )
-    step = step_s(goal, kv, decode_ranks, count)
-    prefill_rate, decode_rate = goal.busy / each_s, goal.busy * count / (goal.answer_tokens * step)
-    if goal.gpus < (least := prefill_ranks + decode_ranks):
+    step = step_s(goal, kv, decoding, count)
+    prefill_rate = goal.busy * prefilling.replicas / each_s
+    decode_rate = goal.busy * count / (goal.answer_tokens * step)
+    if goal.gpus < (least := prefill_gpus + decode_gpus):
         raise OperatorError("fleet_too_small", f"gpus: got {goal.gpus}, one engine of each role needs {least}")
     prefill, decode = math.ceil(goal.rate / prefill_rate), math.ceil(goal.rate / decode_rate)
-    if prefill * prefill_ranks + decode * decode_ranks > goal.gpus:
-        most = (goal.gpus - decode_ranks) // prefill_ranks
-        splits = ((number, (goal.gpus - number * prefill_ranks) // decode_ranks) for number in range(1, 1 + most))
+    if prefill * prefill_gpus + decode * decode_gpus > goal.gpus:
+        most = (goal.gpus - decode_gpus) // prefill_gpus
+        splits = ((number, (goal.gpus - number * prefill_gpus) // decode_gpus) for number in range(1, 1 + most))
         prefill, decode = max(splits, key=lambda each: min(each[0] * prefill_rate, each[1] * decode_rate))
     rate = min(prefill * prefill_rate, decode * decode_rate)
     return FleetPlan(prefill, decode, each_s, prefill_rate, count, step, decode_rate, rate)

@@ -12,7 +12,7 @@ import pytest
 from kvbridge.commands.plan import sides_of
 from kvbridge.commands.plan_fleet import kv_bytes, link, read_goal
 from kvbridge.errors import OperatorError
-from kvbridge.models.fleet import FleetGoal, FleetKV, plan_fleet, prefill_s, sequences, step_s
+from kvbridge.models.fleet import EngineSize, FleetGoal, FleetKV, plan_fleet, prefill_s, sequences, step_s
 from tests.support.families import config
 
 ROOT = Path(__file__).parents[3]
@@ -21,6 +21,7 @@ GOAL = FleetGoal(
     gpus=40, rate=4.0, prompt_tokens=1000, answer_tokens=100, parameters=1e9, flops=1e12, memory_rate=1e12,
     memory=10e9, prefill_efficiency=0.5, decode_efficiency=0.5, busy=0.5, most_sequences=10, step_s=1.0,
 )  # fmt: skip
+ONE = EngineSize(1)
 KV = FleetKV(carried=100_000_000, prompt=100_000_000, sequence=110_000_000)
 
 
@@ -28,16 +29,47 @@ def test_numbers_are_those_computed_by_hand() -> None:
     assert prefill_s(GOAL, 1) == 4.0  # 2 x 1e9 x 1000 / (1e12 x 0.5)
     assert prefill_s(replace(GOAL, active=1e8), 2) == pytest.approx(0.2)
     # FLOPs bind: 2 x 1e9 x 10 / (1e12 x 0.5); reading takes (2e9 + 10 x 1.05e8) / (1e12 x 0.5) = 6.1 ms.
-    assert step_s(GOAL, KV, 1, 10) == pytest.approx(0.04)
-    assert step_s(replace(GOAL, active=1e6), KV, 1, 10) == pytest.approx(0.0061)
-    found = plan_fleet(GOAL, KV, 1, 1)
+    assert step_s(GOAL, KV, ONE, 10) == pytest.approx(0.04)
+    assert step_s(replace(GOAL, active=1e6), KV, ONE, 10) == pytest.approx(0.0061)
+    found = plan_fleet(GOAL, KV, ONE, ONE)
     assert found.prefill_rate == 0.125 and found.decode_rate == pytest.approx(1.25)  # 0.5 x 10 / (100 x 0.04)
     assert (found.prefill, found.decode, found.rate) == (32, 4, 4.0)
-    assert link(found, KV) == 25e6  # 1e8 bytes in 4 s
+    assert link(GOAL, found, KV) == 25e6  # 1e8 bytes in 4 s
+
+
+def test_an_engine_of_replicas_counts_with_all_of_them() -> None:
+    """Twice what one does, on twice the GPUs. Replicas that share weights have more room, and read them once."""
+    one, two, shared = EngineSize(1), EngineSize(1, replicas=2, copies=2), EngineSize(1, replicas=2)
+    alone, found = plan_fleet(GOAL, KV, one, one), plan_fleet(GOAL, KV, two, two)
+    assert (found.prefill, found.decode, found.rate, found.prefill_s) == (16, 2, 4.0, alone.prefill_s)
+    assert (found.prefill_rate, found.decode_rate) == (0.25, pytest.approx(2.5))
+    assert (found.sequences, found.step_s) == (20, pytest.approx(alone.step_s))
+    assert link(GOAL, found, KV) == 2 * link(GOAL, alone, KV)
+    many = replace(GOAL, most_sequences=100, active=1e6)
+    assert (sequences(many, KV, two), sequences(many, KV, shared)) == (127, 145)  # 1.8e10 less 4e9 or 2e9, by 1.1e8
+    assert step_s(many, KV, two, 20) == pytest.approx(step_s(many, KV, one, 10))
+    assert step_s(many, KV, shared, 20) == pytest.approx((2e9 + 20 * 1.05e8) / (2 * 1e12 * 0.5))
+    with pytest.raises(OperatorError, match="one engine of each role needs 4"):
+        plan_fleet(replace(GOAL, gpus=3), KV, two, two)
+
+
+@pytest.mark.parametrize(
+    ("command", "size"),
+    [
+        ("vllm serve M -tp 2 -dp 4", EngineSize(2, 4, 4)),
+        ("vllm serve M --data-parallel-size 4 --enable-expert-parallel", EngineSize(1, 4)),
+        ("vllm serve M -tp 2 -pp 2", EngineSize(4)),
+        ("sglang --tp 4 --dp 2", EngineSize(4, 2, 2)),
+        ("sglang --tp 4 --dp-size 2 --enable-dp-attention", EngineSize(2, 2)),
+    ],
+)
+def test_replicas_are_those_of_the_command(command: str, size: EngineSize, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("llama", 2, 8, 4, 128)))
+    assert sides_of(tmp_path, command, "vllm serve M")[0].size == size
 
 
 def test_a_fleet_that_is_too_small_is_split_to_serve_most() -> None:
-    found = plan_fleet(replace(GOAL, gpus=4), KV, 1, 1)
+    found = plan_fleet(replace(GOAL, gpus=4), KV, ONE, ONE)
     assert (found.prefill, found.decode, found.rate) == (3, 1, 0.375)  # 2 and 2 would serve 0.25
 
 
@@ -47,7 +79,7 @@ def test_a_fleet_that_is_too_small_is_split_to_serve_most() -> None:
     ids=["most", "memory: 7e9 / 1.1e8", "step: 4 x 4 ms", "weights alone do not fit"],
 )
 def test_sequences_are_bound_by_each_limit(changes: dict, count: int) -> None:
-    assert sequences(replace(GOAL, **changes), KV, 1) == count
+    assert sequences(replace(GOAL, **changes), KV, ONE) == count
 
 
 @pytest.mark.parametrize(
@@ -56,7 +88,7 @@ def test_sequences_are_bound_by_each_limit(changes: dict, count: int) -> None:
 )
 def test_what_cannot_be_says_why(changes: dict, words: str) -> None:
     with pytest.raises(OperatorError, match=words) as raised:
-        plan_fleet(replace(GOAL, **changes), KV, 1, 1)
+        plan_fleet(replace(GOAL, **changes), KV, ONE, ONE)
     assert raised.value.code == "fleet_too_small"
 
 
