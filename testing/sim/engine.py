@@ -25,6 +25,9 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
+from msgspec.structs import replace
+
+from kvbridge.adapters.vllm.fetches import Fetch, Fetches
 
 from .loop import ProcessLoop
 from .matter import SimBlocks
@@ -48,8 +51,19 @@ class HeldBlocks:
     blocks: list[int]
     open: set[int] = field(default_factory=set)
     tokens: int = 0
+    fetched: int = 0  # tokens that are there already
     is_ended: bool = False  # the engine will say no more about it
+    is_aborted: bool = False  # nobody waits for what is fetched
     said_at: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.name
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows come into these blocks, and somebody waits for them."""
+        return bool(self.open) and not self.is_aborted
 
 
 class SimEngine:
@@ -216,14 +230,14 @@ class Prefill(SimEngine):
             self.later(request.withdraw_s, lambda: self._withdraw(held))
         before, is_more = held.tokens or request.offered_from, bool(held.tokens)
         first = -(-before // self.block_tokens) if held.tokens else before // self.block_tokens
-        held.tokens = min(request.tokens, before + request.piece_tokens)
+        held.tokens = min(request.tokens, max(before + request.piece_tokens, held.fetched))
         is_last = held.tokens == request.tokens
         ids = tuple(held.blocks[first : self.rows_end(held.tokens)])
         pieces = (Piece(0, first, ids),) if ids else ()
         if is_last and self.shape[4]:
             pieces = (*pieces, Piece(1, 0, (self.state_to_offer(held),)))
         for rank in self.ranks:
-            fence = self._compute(rank, held, before)
+            fence = self._compute(rank, held, max(before, held.fetched))
             if is_more and rank.number not in held.open:
                 continue  # it has ended there
             offer = Offer(
@@ -332,11 +346,17 @@ class Prefill(SimEngine):
 
 
 class Decode(SimEngine):
-    """Wants prompts, and checks every row of those that its agents say are done."""
+    """Wants prompts, and checks every row of those that its agents say are done. Requests share fetches as in vLLM."""
 
     def __init__(self, *args: object) -> None:
         self._failed: dict[str, str] = {}
         super().__init__(*args)  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        self._fetches = Fetches(lambda held: held.is_waiting)
+        self._joined: dict[int, list[HeldBlocks]] = {}  # by the number of the want whose rows they get
+        self._returned: set[int] = set()  # numbers of wants by which offers that nobody needs are given back
+        super().start()
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
         if not request.queued_s or tries:
@@ -361,32 +381,42 @@ class Decode(SimEngine):
         pieces = (*((Piece(0, first_block, ids),) if ids else ()), *(Piece(1, 0, (state,)) for state in states))
         held.is_ended, held.said_at = True, world.clock.now
         held.open = {rank.number for rank in self.ranks}
+        is_some = request.first_token < request.tokens
+        want = Want(
+            number=held.number,
+            request=request.name,
+            rendezvous=request.rendezvous,
+            sender=world.address_of(request.sender, request.joins or request.number),
+            first_token=request.first_token,
+            end_token=request.tokens,
+            blocks=pieces if is_some else (),
+            deadline_s=request.deadline_s,
+            common=str(held.number),
+        )
         for rank in self.ranks:
-            fence = self.stream(rank, partial(self._hand_over, rank, rank.blocks, held, ids + states))
             rank.rows.expect(
                 rank.blocks, held.blocks, self.block_tokens, request.prompt, range(request.first_token, request.tokens)
             )
-            if request.first_token < request.tokens:
+            if is_some:
                 for state in states:
                     rank.blocks.expected.update(rank.rows.state(state, request.prompt, request.tokens))
-            want = Want(
-                number=held.number,
-                request=request.name,
-                rendezvous=request.rendezvous,
-                sender=world.address_of(request.sender, request.number),
-                first_token=request.first_token,
-                end_token=request.tokens,
-                blocks=pieces if request.first_token < request.tokens else (),
-                deadline_s=request.deadline_s,
-                fence=fence,
-                common=str(held.number),
-            )
-            if not rank.say(want):
-                held.open.discard(rank.number)
-                self._take_back(rank, held)
         if request.abandon_s is not None:
             self.later(request.abandon_s, lambda: self._abandon(held))
-        self.release_if_over(held, "nobody was told")
+        fetch = self._fetches.find(want, None) if request.joins and is_some else None
+        if fetch is None or fetch.is_over:
+            self._fetch(held, want, ids + states)
+        else:
+            self._join(held, want, fetch)
+
+    def _fetch(self, held: HeldBlocks, want: Want, ids: tuple[int, ...]) -> None:
+        self._fetches.begin(held, want)
+        for rank in self.ranks:
+            fence = self.stream(rank, partial(self._hand_over, rank, rank.blocks, held, ids))
+            if not rank.say(replace(want, fence=fence)):
+                held.open.discard(rank.number)
+                self._failed[held.request.name] = "nobody was told"
+                self._take_back(rank, held)
+        self._over(held)
 
     def _hand_over(self, rank: SimRank, blocks: SimBlocks, held: HeldBlocks, ids: tuple[int, ...]) -> None:
         """Let the agent write these blocks. An earlier forward pass has just written to them for the last time."""
@@ -394,14 +424,62 @@ class Decode(SimEngine):
             rank.rows.waste(blocks, ids, self.world.waste())
             blocks.wanted.update(dict.fromkeys(ids, held.request.name))
 
+    def _join(self, held: HeldBlocks, want: Want, fetch: Fetch) -> None:
+        """Its blocks get copies of the rows that this fetch brings, at each rank once they are there."""
+        source = fetch.requests[fetch.want.number]
+        nothing = replace(want, number=next(self.numbers), first_token=want.end_token, blocks=())
+        self._fetches.join(held, want, fetch, nothing)
+        self._joined.setdefault(fetch.want.number, []).append(held)
+        for rank in self.ranks:
+            if rank.number not in source.open:
+                self._share(rank, source, held)
+        self._over(held)
+
+    def _share(self, rank: SimRank, source: HeldBlocks, held: HeldBlocks) -> None:
+        if rank.number not in held.open:
+            return
+        held.open.discard(rank.number)
+        if code := self._failed.get(source.request.name, ""):
+            if code == "aborted":
+                self.world.foul(f"{source.request.name} was given up, though {held.request.name} needs its rows")
+            self._failed[held.request.name] = code
+        else:
+            rank.rows.copy(rank.blocks, source.blocks, held.blocks)
+            rank.rows.check(rank.blocks, held.blocks, held.request.name)
+        self._take_back(rank, held)
+
     def _abandon(self, held: HeldBlocks) -> None:
-        if held.request.name in self.held:
+        """Its client has gone away."""
+        if self.held.get(held.request.name) is not held:
+            return
+        may_keep, held.is_aborted = held.request.name not in self._fetches, True
+        for abandon in self._fetches.ended(held.request.name, "aborted"):
+            if self._leaves(abandon.number):
+                continue
             for rank in self.ranks:
-                if rank.number in held.open:
-                    rank.say(Abandon(number=held.number, reason="aborted"))
+                if (given_up := self.held_under(abandon.number)) is not None and rank.number in given_up.open:
+                    rank.say(abandon)
+        if may_keep:
+            self.fetched(held)
+        self._over(held)
+
+    def _leaves(self, number: int) -> bool:
+        """Whether this one had joined another: its blocks are not written any more."""
+        for joined in self._joined.values():
+            for held in joined:
+                if held.number == number:
+                    joined.remove(held)
+                    held.open.clear()
+                    self._failed[held.request.name] = "aborted"
+                    for rank in self.ranks:
+                        self._take_back(rank, held)
+                    return True
+        return False
 
     def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:
+            case Done(number=number) | Failed(number=number) if number in self._returned:
+                return
             case Done(number=number, request=name) | Failed(number=number, request=name):
                 held = self.held_under(number)
                 if held is None or rank.number not in held.open:
@@ -419,13 +497,36 @@ class Decode(SimEngine):
                     if message.code == "digest_mismatch":
                         self.world.on_mismatch(name)
                 self.world.answered(self, rank, held)
-                self._take_back(rank, held)
-                self._over(held)
+                self._came(rank, held)
+
+    def _came(self, rank: SimRank, held: HeldBlocks) -> None:
+        """This rank's rows are there, or never will be."""
+        self._take_back(rank, held)
+        joined = list(self._joined.get(held.number, ()))
+        for each in joined:
+            self._share(rank, held, each)
+        self._over(held)
+        for each in joined:
+            self._over(each)
 
     def _over(self, held: HeldBlocks) -> None:
-        if not held.open:
-            code = self._failed.pop(held.request.name, "")
-            self.release_if_over(held, f"failed {code}" if code else "done")
+        if held.open or self.held.get(held.request.name) is not held:
+            return
+        code = self._failed.pop(held.request.name, "")
+        if code:
+            self._fetches.failed({held.request.name}, set())
+        _, returned = self._fetches.reported(held.request.name)
+        for want in returned:
+            self._returned.add(want.number)
+            for rank in self.ranks:
+                rank.say(want)
+        self._joined.pop(held.number, None)
+        if not code and not held.is_aborted:
+            self.fetched(held)
+        self.release_if_over(held, f"failed {code}" if code else "aborted" if held.is_aborted else "done")
+
+    def fetched(self, held: HeldBlocks) -> None:
+        """The engine has all rows of this request, and may go on with it."""
 
     def _take_back(self, rank: SimRank, held: HeldBlocks) -> None:
         for block in held.blocks:
@@ -437,11 +538,10 @@ class Decode(SimEngine):
 
     def unwritten(self, rank: SimRank) -> None:
         for held in self.held_as(False):
-            if rank.number in held.open:
+            if rank.number in held.open and self.held.get(held.request.name) is held:
                 held.open.discard(rank.number)
                 self._failed[held.request.name] = "its agent was lost"
-                self._take_back(rank, held)
-            self._over(held)
+                self._came(rank, held)
 
 
 class Both(Decode, Prefill):
@@ -456,6 +556,19 @@ class Both(Decode, Prefill):
     def turned_away(self, request: SimRequest) -> None:
         if not self.prefills(request):
             super().turned_away(request)
+
+    def fetched(self, held: HeldBlocks) -> None:
+        """Go on with it, in its blocks: compute what follows, and offer all."""
+        after = self.world.goes_on(held.request)
+        if after is None:
+            return
+        more = self.rows_end(after.tokens) - len(held.blocks)
+        if len(self.free) < more:
+            return self.world.ended(True, after, "no room")
+        blocks = [*held.blocks, *(self.free.pop() for _ in range(more))]
+        held.blocks = []
+        its = self.held[after.name] = HeldBlocks(next(self.numbers), after, blocks, fetched=held.request.tokens)
+        Prefill.go_on(self, its)
 
     def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:

@@ -106,6 +106,11 @@ class SimRows:
                 blocks.foul(f"{request} is done, but has {spelled(blocks.cells[at])} instead of {spelled(expected)}")
                 return
 
+    def copy(self, blocks: SimBlocks, ids: Sequence[int], to: Sequence[int]) -> None:
+        """Copy the rows of these blocks into those."""
+        for source, target in zip(self._all(ids), self._all(to), strict=True):
+            blocks.cells[target] = blocks.cells[source]
+
     def forget(self, blocks: SimBlocks, ids: Sequence[int]) -> None:
         for at in self._all(ids):
             blocks.expected.pop(at, None)

@@ -70,7 +70,10 @@ COMPILED = 1 << 21  # in seeds with this bit agents must compile their kernels f
 DRAFTED = 1 << 22  # in seeds with this bit decode engines have a layer of a draft model, and prefill engines none
 STATED = 1 << 23  # in seeds with this bit engines have a layer with a recurrent state, and none of a draft model
 MUTUAL = 1 << 24  # in seeds with this bit half of the requests go back, from decode to prefill engines
-KINDS = PULLED | COMPILED | DRAFTED | STATED | MUTUAL
+SHARED = (
+    1 << 25
+)  # in seeds with this bit requests are moved, share a fetch, and read what engines keep, several at once
+KINDS = PULLED | COMPILED | DRAFTED | STATED | MUTUAL | SHARED
 LAST = 900  # first number of the last requests
 MEANWHILE = 950  # first number of the requests made while an agent is stalled
 
@@ -98,10 +101,14 @@ class SimRequest:
     queued_s: float = 0.0  # how long it waits in the decode engine's queue
     offered_from: int = 0  # the first token that is offered
     is_kept: bool = False  # other engines are told of it
+    reads: int = 0  # the request whose kept offer it wants: nothing is offered for this one
+    joins: int = 0  # the request of its decode engine whose fetch it shares, if that is under way
+    goes_on: int = 0  # the request that `prefill` had fetched and goes on with: what it offers is in the same blocks
+    begins_as: int = 0  # the request whose prompt it begins with
 
     @property
     def prompt(self) -> int:
-        return self.twin or self.number
+        return self.begins_as or self.twin or self.number
 
     @property
     def name(self) -> str:
@@ -109,7 +116,7 @@ class SimRequest:
 
     @property
     def rendezvous(self) -> str:
-        return f"rendezvous-{self.prompt}"
+        return f"rendezvous-{self.twin or self.reads or self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,7 @@ class Scenario:
     drafts: int = 0  # layers of a draft model in decode engines
     has_states: bool = False
     is_mutual: bool = False  # each engine computes some prompts and wants others
+    blocks: int = 8  # of each engine
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -166,7 +174,8 @@ class Scenario:
 
     def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[SimRequest, ...]:
         ways = ("PD", "DP") if self.is_mutual else ("PD",)
-        pairs = [(p, d) for p in engines for d in engines if p[0] + d[0] in ways]
+        asked = {(each.prefill, each.decode) for each in self.requests}
+        pairs = [(p, d) for p in engines for d in engines if p[0] + d[0] in ways or (p, d) in asked]
         return tuple(
             SimRequest(
                 number=first + i,
@@ -246,6 +255,9 @@ def make(seed: int) -> Scenario:
     has_states = bool(seed & STATED)
     drafts = int(bool(seed & DRAFTED) and not has_states)
     scenario = replace(scenario, is_compiled=bool(seed & COMPILED), drafts=drafts, has_states=has_states)
+    if seed & SHARED:
+        scenario, more = _shared(random.Random(f"shared {seed}"), scenario)
+        faults += more
     if seed & PULLED:
         verify = random.Random(f"verify {seed}").choice(get_args(Verify))
         scenario = replace(scenario, is_pulled=True, verify=verify)
@@ -290,6 +302,110 @@ def _turned(rng: random.Random, scenario: Scenario, request: SimRequest) -> SimR
     sender = rng.choice(scenario.engines[request.decode])
     turned = replace(request, prefill=request.decode, decode=request.prefill, sender=sender, is_kept=rng.random() < 0.7)
     return replace(turned, twin=0)
+
+
+def _shared(rng: random.Random, scenario: Scenario) -> tuple[Scenario, list[Fault]]:
+    """Several read what an engine keeps, several share a fetch, answers move, and something goes wrong with these."""
+    if len(scenario.decodes) == 1:
+        scenario = replace(scenario, decodes=(*scenario.decodes, 1))
+    scenario, requests = replace(scenario, is_mutual=True, blocks=20), list(scenario.requests)
+    for at, request in enumerate(scenario.requests):
+        plain = replace(request, first_token=0, offered_from=0, twin=0)
+        first, form = 10 * request.number, rng.choice(("read", "joined", "moved", "moved", "as it is"))
+        if form == "read":
+            requests[at] = plain = replace(plain, is_kept=True)
+            requests += [_reader(rng, scenario, plain, first + i) for i in range(rng.randint(2, 4))]
+        elif form == "joined":
+            requests[at] = plain
+            requests += [_joining(rng, plain, first + i) for i in range(rng.randint(1, 3))]
+        elif form == "moved" and not (scenario.has_states or scenario.drafts):  # neither is kept
+            requests[at] = plain = replace(plain, tokens=rng.randint(1, 4), is_kept=False)
+            requests += _moved(rng, scenario, plain, first)
+    scenario = replace(scenario, requests=tuple(requests))
+    return scenario, [_fault_of_any(rng, scenario) for _ in range(rng.randint(0, 3))]
+
+
+def _reader(rng: random.Random, scenario: Scenario, kept: SimRequest, number: int) -> SimRequest:
+    """It wants some of what is kept, once it is told or then."""
+    tokens = kept.tokens if scenario.has_states else rng.randint(1, kept.tokens)
+    decode = rng.choice([name for name in scenario.engines if name != kept.prefill])
+    ours = scenario.block_tokens[decode[0] == "D"]
+    return replace(
+        kept,
+        number=number,
+        decode=decode,
+        reads=kept.number,
+        begins_as=kept.prompt,
+        goes_on=0,
+        is_kept=False,
+        want_at=round(kept.at + rng.choice((0.0, rng.uniform(0.0, 0.02), rng.uniform(0.0, 1.0))), 4),
+        tokens=tokens,
+        first_token=rng.choice((0, 0, tokens // ours * ours)),
+        abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
+    )
+
+
+def _joining(rng: random.Random, request: SimRequest, number: int) -> SimRequest:
+    """Another answer to the same prompt, at the same engine."""
+    return replace(
+        request,
+        number=number,
+        twin=request.number,
+        joins=request.number,
+        want_at=round(request.want_at + rng.choice((0.0, rng.uniform(0.0, 0.02), rng.uniform(0.0, 0.3))), 4),
+        queued_s=0.0,
+        withdraw_s=None,
+        abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.3 else None,
+    )
+
+
+def _moved(rng: random.Random, scenario: Scenario, request: SimRequest, number: int) -> list[SimRequest]:
+    """Its decode engine goes on with it for a while, and keeps it. Another fetches that and offers it to a third."""
+    to = rng.choice([name for name in scenario.engines if name != request.decode])
+    kept = replace(
+        request,
+        number=number,
+        prefill=request.decode,
+        decode=to,
+        sender=rng.choice(scenario.engines[request.decode]),
+        want_at=round(request.want_at + rng.choice((0.01, rng.uniform(0.0, 0.02), rng.uniform(0.0, 0.5))), 4),
+        tokens=request.tokens + rng.randint(0, 3),
+        piece_tokens=8,
+        is_kept=True,
+        withdraw_s=None,
+        abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
+        deadline_s=rng.choice((0.5, 2.0, 2.0)),
+        queued_s=0.0,
+        goes_on=request.number,
+        begins_as=request.number,
+    )
+    third = rng.choice([name for name in scenario.engines if name != to])
+    offered = replace(
+        kept,
+        number=number + 1,
+        prefill=to,
+        decode=third,
+        sender=rng.choice(scenario.engines[to]),
+        want_at=round(kept.want_at + rng.choice((0.01, rng.uniform(0.0, 0.5))), 4),
+        tokens=kept.tokens + rng.randint(0, 1),
+        piece_tokens=request.piece_tokens,
+        is_kept=False,
+        goes_on=kept.number,
+    )
+    readers = [_reader(rng, scenario, kept, number + 2 + i) for i in range(rng.choice((0, 0, 1, 2)))]
+    return [kept, offered, *readers]
+
+
+def _fault_of_any(rng: random.Random, scenario: Scenario) -> Fault:
+    """Something goes wrong with a side of a request, or between its sides, whichever these are."""
+    request = rng.choice(scenario.requests)
+    sides = [request.prefill, request.decode]
+    rng.shuffle(sides)
+    at, seconds = _moment(rng, scenario), round(rng.choice((0.05, 0.5, 2.0)) * rng.uniform(0.5, 1.5), 4)
+    kind = rng.choice((*BETWEEN_AGENTS, *OF_AGENTS, *OF_ENGINES, "kill agent", "kill engine"))
+    agents = tuple(rng.choice(scenario.engines[side]) for side in sides)
+    who = agents if kind in BETWEEN_AGENTS else agents[:1] if kind in OF_AGENTS else (sides[0],)
+    return Fault(round(at, 5), kind, who, seconds)
 
 
 def _behind_a_prefix(rng: random.Random, request: SimRequest) -> SimRequest:
@@ -348,6 +464,7 @@ def _halfway(rng: random.Random, scenario: Scenario) -> tuple[Scenario, Fault]:
     other = replace(
         victim, want_at=max(victim.at, victim.want_at), deadline_s=2.0, withdraw_s=None, abandon_s=None, twin=0
     )
+    other = replace(other, is_kept=False, reads=0, joins=0, goes_on=0, begins_as=0)
     others = tuple(replace(other, number=5 + i) for i in range(rng.randint(1, 3)))
     pair = rng.choice(scenario.engines[victim.prefill]), rng.choice(scenario.engines[victim.decode])
     fault = Fault(other.want_at, "fail halfway", pair)

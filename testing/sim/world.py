@@ -65,7 +65,7 @@ SLACK_S = 1.5
 KNOWN_S = 0.5  # making a session and refusing a claim take less
 LONGEST_PULL_S = 1.2
 LONGEST_COMPILE_S, CALM_COMPILE_S = 0.6, 0.1
-ENGINE_BLOCKS = 8
+NOTHING_FETCHED = "nothing to go on with"
 
 
 class Foul(Exception):
@@ -102,6 +102,7 @@ class World:
         self.held_up: list[SimLink] = []  # with messages under way that cannot go on
         self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._reading: set[int] = set()  # requests that have begun to read what is kept
         self._said_at: dict[tuple[bool, int], float] = {}  # when a request ended on a side
         self._mismatches = 0
         self._differences: Counter[str] = Counter()
@@ -155,10 +156,14 @@ class World:
             kind, tokens, drafts = (Prefill, 0, 0) if name[0] == "P" else (Decode, 1, scenario.drafts)
             kind = Both if scenario.is_mutual else kind
             self.engines[name] = kind(
-                self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens], drafts, scenario.has_states
+                self, name, agents, scenario.blocks, scenario.block_tokens[tokens], drafts, scenario.has_states
             )
+        numbers = {request.number for request in scenario.requests}
         for request in scenario.requests:
-            self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
+            if request.goes_on and request.goes_on not in numbers:
+                self.ended(True, request, NOTHING_FETCHED)
+            elif not (request.goes_on or request.reads):
+                self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
         for fault in scenario.faults:
             self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
@@ -178,6 +183,10 @@ class World:
 
     def _request(self, request: SimRequest, name: str) -> None:
         engine = self.engines[name]
+        if request.reads:
+            if request.number in self._reading:
+                return
+            self._reading.add(request.number)
         if engine.is_dead:
             self.ended(name == request.prefill, request, "no engine")
         else:
@@ -335,6 +344,9 @@ class World:
         if is_prefill in ends:
             self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
         ends[is_prefill] = how
+        after = None if is_prefill or how == "done" else self.goes_on(request)
+        if after is not None:
+            self.ended(True, after, NOTHING_FETCHED)
         if request.number >= LAST and not is_prefill and how != "done":
             when = "while another agent stood still" if request.number >= MEANWHILE else "when all was well again"
             self.foul(f"{request.name}, {when}: {how}")
@@ -344,13 +356,22 @@ class World:
         kept = [each for each in self.scenario.requests if each.rendezvous == rendezvous and each.is_kept]
         if not any(each.prefill != engine.name and prefixes in ((), (prefix_of(each),)) for each in kept):
             self.foul(f"{engine.name}: was told that {rendezvous} is kept, with {prefixes}")
+        for each in self.scenario.requests if prefixes else ():
+            if each.reads and each.rendezvous == rendezvous and each.decode == engine.name:
+                self._request(each, engine.name)
+
+    def goes_on(self, request: SimRequest) -> SimRequest | None:
+        """The request that begins in the blocks of this one, and has not ended."""
+        found = (each for each in self.scenario.requests if each.goes_on == request.number)
+        return next((each for each in found if True not in self._ends[each.number]), None)
 
     def unended(self) -> list[str]:
+        readers = {request.number for request in self.scenario.requests if request.reads}
         return [
             f"r{number} never ended at its {'prefilling' if side else 'decoding'} engine"
             for number, ends in self._ends.items()
             for side in (True, False)
-            if side not in ends
+            if side not in ends and not (side and number in readers)
         ]
 
     def answered(self, engine: SimEngine, rank: SimRank, held: HeldBlocks) -> None:
@@ -363,10 +384,10 @@ class World:
     def waited(self, held: HeldBlocks) -> None:
         """A want waited until its deadline. Check that its offer had not ended long before, if there were no faults."""
         request = held.request
-        ended_at = self._said_at.get((True, request.number))
+        ended_at = self._said_at.get((True, request.reads or request.number))
         if ended_at is None or self.scenario.faults or any(each.twin for each in self.scenario.requests):
             return
-        how = self._ends[request.number][True]
+        how = self._ends[request.reads or request.number][True]
         if "withdrawn" in how or "expired" in how:
             known_s = self.clock.now - max(ended_at, held.said_at)
             # A want that pulls also waits for its own reads to end, the second after the first.

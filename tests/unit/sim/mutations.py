@@ -9,10 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-from kvbridge_proto.engine import Detached
+from kvbridge_proto.engine import Abandon, Detached
 from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
+from kvbridge.adapters.vllm.fetches import Fetches
 from kvbridge.agent.engines import Engines
+from kvbridge.agent.kept import KeptAnswers
 from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLanes
 from kvbridge.agent.peers import IncomingPeers
 from kvbridge.agent.rebuild import Rebuilder
@@ -47,12 +49,14 @@ from testing.sim import engine, matter, rank
 from testing.sim.local import EngineSocket
 from testing.sim.matter import SimCopier
 from testing.sim.process import Process
-from testing.sim.scenario import DRAFTED, PULLED, STATED
+from testing.sim.scenario import DRAFTED, PULLED, SHARED, STATED
 from tests.unit.sim.shapes import (
     Shape,
     answered_late,
     as_once,
     asked_unheard,
+    kept_at_once,
+    kept_until_read,
     left_soon,
     same,
     spoiled,
@@ -412,6 +416,31 @@ def _nothing(owner: Any, method: str) -> Mutate:
     return instead(owner, method, lambda self, *args: None)
 
 
+# What is kept, and shared:
+
+
+@around(Sender, "_release_if_over")
+def _kept_is_released_early(right: Any, self: Sender, offered: OpenOffer) -> Any:
+    shares, offered.shares = offered.shares, {}
+    try:
+        return right(self, offered)
+    finally:
+        offered.shares = shares
+
+
+@around(OpenOffer, "share")
+def _shared_unfenced(right: Any, self: OpenOffer, *args: Any) -> OpenOffer:
+    share: OpenOffer = right(self, *args)
+    share.steps.clear()
+    share.readable = share.tokens
+    return share
+
+
+@around(Fetches, "_unneeded")
+def _others_forgotten(right: Any, self: Fetches, fetch: Any, reason: str) -> Any:
+    return [] if fetch.is_over else [Abandon(number=fetch.want.number, reason=reason)]
+
+
 MUTATIONS: dict[str, Rule] = {
     "ignore_lease_generation": Rule(_generation, 42, FORGED + "generation=1073741824"),
     "free_quarantined_at_once": Rule(_quarantine, 5, LENT_TWICE),
@@ -522,6 +551,15 @@ MUTATIONS: dict[str, Rule] = {
     "scattered_too_soon": Rule(
         _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)), 110, UNWANTED
     ),
+    "keep_what_is_being_fetched": Rule(
+        instead(Fetches, "__contains__", lambda self, request_id: False), SHARED + 21, f"{READ_WRONG}|{FOREIGN}"
+    ),
+    "release_kept_while_shared": Rule(_kept_is_released_early, SHARED + 17, FOREIGN, kept_until_read),
+    "release_kept_while_pulled": Rule(_kept_is_released_early, SHARED + PULLED + 225, READ_WRONG, kept_until_read),
+    "share_before_fence": Rule(_shared_unfenced, SHARED + PULLED, READ_WRONG, kept_at_once),
+    "give_up_what_others_need": Rule(_others_forgotten, SHARED + 4, "was given up, though"),
+    "keep_answers_of_ended_sessions": Rule(_nothing(KeptAnswers, "lost"), SHARED + 21, "answers that others keep"),
+    "say_no_end_of_kept": Rule(_nothing(KeptAnswers, "released"), SHARED, "answers that are kept"),
 }
 # Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up. So the simulator cannot notice that this rule is off; test_exhaustive.py does.
@@ -583,10 +621,14 @@ PROVES: dict[str, tuple[str, ...]] = {
         "done_before_zeros",
         "failed_while_writing_zeros",
         "take_state_of_other_tokens",
+        "keep_what_is_being_fetched",
+        "give_up_what_others_need",
     ),
     "G8": ("let_go_while_used", "kernels_end_with_socket", "let_go_without_a_word"),
     "G13": (
         "release_while_read",
+        "release_kept_while_shared",
+        "release_kept_while_pulled",
         "offer_state_that_goes_on",
         "offer_pulled_state_that_goes_on",
         "gathered_too_soon",
@@ -594,8 +636,14 @@ PROVES: dict[str, tuple[str, ...]] = {
         "ignore_unread_engine_messages",
         "reuse_at_once_after_giving_up",
     ),
-    "G15": ("ignore_fence", "read_before_fence", "zeros_before_fence"),
-    "G16": ("give_tokens_before_offer", "ended_waits_for_fence", "forget_ended_offers"),
+    "G15": ("ignore_fence", "read_before_fence", "share_before_fence", "zeros_before_fence"),
+    "G16": (
+        "say_no_end_of_kept",
+        "keep_answers_of_ended_sessions",
+        "give_tokens_before_offer",
+        "ended_waits_for_fence",
+        "forget_ended_offers",
+    ),
     "G19": ("keep_left_engine_mapped", "unmap_while_read"),
     "G21": (
         "ignore_message_numbers",

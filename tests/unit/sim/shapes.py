@@ -117,3 +117,24 @@ def spoiled(scenario: Scenario) -> Scenario:
 def withdrawn_while_compared(scenario: Scenario) -> Scenario:
     requests = _asked(scenario, 0.3, 0.303)
     return replace(_troubled(scenario, requests, [], is_impatient=False), verify="always")
+
+
+def kept_until_read(scenario: Scenario) -> Scenario:
+    """All is kept, and taken back while it is read."""
+    requests = tuple(replace(each, is_kept=True) for each in _asked(_unmoved(scenario), 0.3, None))
+    faults = [
+        Fault(each.want_at - 0.001, "preempt", (name,), 0.3)
+        for each in requests
+        for name in scenario.engines[each.prefill]
+    ]
+    return _troubled(scenario, requests, faults, is_impatient=False)
+
+
+def kept_at_once(scenario: Scenario) -> Scenario:
+    """All is kept, and wanted already when it is offered."""
+    requests = tuple(replace(each, is_kept=True) for each in _asked(_unmoved(scenario), 0.0, None))
+    return replace(_troubled(scenario, requests, [], is_impatient=False), has_fences=True)
+
+
+def _unmoved(scenario: Scenario) -> Scenario:
+    return scenario.without(frozenset(each.number for each in scenario.requests if each.begins_as or each.joins))

@@ -15,7 +15,7 @@ from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.loopback.messages import offer_of
 from kvbridge.transport.link import Event, Lost
 from testing.sim.run import play, prepared
-from testing.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
+from testing.sim.scenario import OF_MESSAGES, PULLED, Fault, FaultKind, Scenario, SimRequest, make
 from testing.sim.world import ScenarioOutcome, World
 from tests.unit.sim.mutations import switched_off
 
@@ -108,6 +108,87 @@ def test_the_rest_of_a_failed_write_meets_the_digest_of_whoever_has_the_slot() -
         seed = next(seed for seed in range(14, 1000, 16) if _is_met(play(make(seed), listener)))
         with switched_off("ignore_digest"):
             assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
+
+
+@pytest.mark.parametrize("route", ["nixl", "pull"])
+def test_all_that_want_what_is_kept_at_once_get_it(route: str) -> None:
+    """Several of one engine, and of several engines, some of it and all; each by a share of its own."""
+    kept = replace(ASKED, is_kept=True)
+    readers = [
+        replace(kept, number=10 + i, decode=decode, reads=1, begins_as=1, is_kept=False, want_at=0.2, tokens=tokens)
+        for i, (decode, tokens) in enumerate((("D0", 8), ("D0", 4), ("D1", 8), ("P1", 6), ("P1", 8)))
+    ]
+    with prepared() as listener:
+        outcome = play(_calm(route, kept, *readers), listener)
+    assert not outcome.failure
+    assert {outcome.ends[each.name][1] for each in (kept, *readers)} == {"done"}, outcome.ends
+    assert outcome.ends["r1"][0] == "released kept_no_longer"
+
+
+@pytest.mark.parametrize("route", ["nixl", "pull"])
+def test_answers_to_one_prompt_share_a_transfer(route: str) -> None:
+    """What each was offered besides goes back once that is over, also if the first one's client goes away."""
+    others = [replace(ASKED, number=10 + i, twin=1, joins=1, want_at=ASKED.want_at + 1e-4 * i) for i in range(3)]
+    for abandon_s in (None, 0.0015):
+        with prepared() as listener:
+            outcome = play(_calm(route, replace(ASKED, abandon_s=abandon_s), *others), listener, is_told=True)
+        assert not outcome.failure
+        claims = [line for line in outcome.story if "Claim" in line and "rendezvous-1 " in line]
+        assert len([line for line in claims if "first_token=0 " in line]) == 1 and len(claims) == 4, claims
+        assert {outcome.ends[each.name][1] for each in others} == {"done"}
+        assert outcome.ends["r1"][1] == ("aborted" if abandon_s else "done")
+
+
+@pytest.mark.parametrize("route", ["nixl", "pull"])
+@pytest.mark.parametrize("who", ["D0", "d00", "P0", "p00", "client"])
+def test_an_answer_moves_though_a_side_is_lost_at_any_step(who: str, route: str) -> None:
+    """It was prefilled by P0. D0 goes on with it, P0 fetches what it has, and offers it to D1."""
+    moving = replace(ASKED, tokens=4)
+    more = replace(moving, number=2, prefill="D0", decode="P0", sender="d00", want_at=0.15, tokens=6, begins_as=1)
+    kept = replace(more, goes_on=1, is_kept=True)
+    last = replace(more, number=3, prefill="P0", decode="D1", sender="p00", want_at=0.18, tokens=7, goes_on=2)
+    kind: FaultKind = "kill engine" if who[0].isupper() else "kill agent"
+    ends = set()
+    with prepared() as listener:
+        whole = play(_calm(route, moving, kept, last), listener, is_told=True)
+        assert whole.ends["r3"] == ("released", "done") and not whole.failure
+        moments = sorted({float(line[:9]) for line in whole.story if 0.1 < float(line[:9]) < 2.0})
+        for at, moment in enumerate(moments[::2]):
+            asked, faults = [moving, kept, last], tuple[Fault, ...]()
+            if who == "client":  # in turn that of the answer, and that of what goes on with it
+                asked[at % 2] = replace(asked[at % 2], abandon_s=max(0.0, moment - asked[at % 2].want_at))
+            else:
+                faults = (Fault(moment, kind, (who,), 0.5),)
+            outcome = play(replace(_calm(route, *asked), faults=faults), listener)
+            assert not outcome.failure, (moment, outcome.failure)
+            ends.add(outcome.ends["r3"])
+    assert ("released", "done") in ends and len(ends) > 1, ends
+
+
+ASKED = SimRequest(
+    number=1,
+    prefill="P0",
+    decode="D0",
+    sender="p00",
+    at=0.1,
+    want_at=0.1,
+    tokens=8,
+    first_token=0,
+    piece_tokens=8,
+    piece_s=0.001,
+    deadline_s=2.0,
+    hold_s=3.0,
+    is_fenced=False,
+    withdraw_s=None,
+    abandon_s=None,
+)
+
+
+def _calm(route: str, *requests: SimRequest) -> Scenario:
+    """Two engines a side, and no faults."""
+    more = {"slots": 2, "local": 2, "block_tokens": (2, 4), "has_fences": False, "is_impatient": False, "faults": ()}
+    scenario = replace(make(0), prefills=(1, 1), decodes=(1, 1), requests=requests, blocks=20, is_mutual=True, **more)
+    return replace(scenario, seed=PULLED, is_pulled=True) if route == "pull" else scenario
 
 
 def _is_met(outcome: ScenarioOutcome) -> bool:

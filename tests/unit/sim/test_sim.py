@@ -15,7 +15,7 @@ import pytest
 
 from testing.sim.minimise import minimised, told
 from testing.sim.run import SimListener, outcomes, play, prepared
-from testing.sim.scenario import DRAFTED, MUTUAL, PULLED, STATED, Scenario, as_text, from_text, make
+from testing.sim.scenario import DRAFTED, MUTUAL, PULLED, SHARED, STATED, Scenario, as_text, from_text, make
 from testing.sim.world import TOLD
 from tests.unit.sim.mutations import switched_off
 from tests.unit.sim.noticed import noticed
@@ -23,7 +23,7 @@ from tests.unit.sim.noticed import noticed
 SLICE = 1200
 PULLED_SLICE = 400
 DRAFTED_SLICE = STATED_SLICE = 200
-MUTUAL_SLICE = 150
+MUTUAL_SLICE = SHARED_SLICE = 150
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,16 @@ def test_engines_fetch_from_each_other_and_hear_what_is_kept_and_when_no_longer(
         assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > MUTUAL_SLICE and len(ends) > 8, ends
+
+
+@pytest.mark.proves("G1", "G7", "G13", "G20")
+@pytest.mark.parametrize("first", [SHARED, SHARED + PULLED], ids=["sent", "pulled"])
+def test_answers_move_and_several_fetch_at_once_what_an_engine_keeps_or_one_fetches(first: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(first, SHARED_SLICE):
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > SHARED_SLICE and len(ends) > 8, ends
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
