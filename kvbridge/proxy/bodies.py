@@ -71,13 +71,14 @@ class ClientError(KVBridgeError):
 class PromptAsk:
     """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`.
 
-    `is_rest`: of an answer that another engine began, which keeps the KV of what the prompt ends with.
+    `is_rest`: of an answer that another engine began. `is_kept`: that one keeps the KV of what the prompt ends with.
     """
 
     path: str
     body: Body
     samples: int = 1
     is_rest: bool = False
+    is_kept: bool = False
 
     @property
     def is_stream(self) -> bool:

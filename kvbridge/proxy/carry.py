@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -45,6 +45,8 @@ ANSWER_BYTES = 64 << 20
 SAID_BYTES = 2000  # of an engine's error text, for the client
 BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to show
 SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
+LOST = ("ended_early", "timed_out", "engine_error")  # how a stream fails that another engine may go on with
+MOST_RESUMED = ATTEMPTS - 1  # times that an answer goes on after its engine failed: it may be why
 MOVES_AT_ONCE = 16  # answers that wait for another engine to go on; the others run on where they are until then
 BODY_PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
 TRY_ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
@@ -113,7 +115,7 @@ class _Answer(msgspec.Struct):
 class Carrier:
     """`has_fallback`: a prompt that no prefill engine can prefill is computed by a vLLM decode engine.
 
-    `moves`: running answers of an engine that drains go on at another one.
+    `moves`: running answers of an engine that drains or fails go on at another one.
     """
 
     def __init__(
@@ -162,20 +164,31 @@ class Carrier:
     async def _moved(
         self, stack: AsyncExitStack, opened: Streamed, answer: MovableAnswer, call: Call
     ) -> AsyncGenerator[StreamEvent, None]:
-        """The client's events. When its engine drains, the answer goes on at another. Owns `stack`: what is open."""
+        """The client's events. When its engine drains or fails, it goes on at another. Owns `stack`: what is open."""
         assert call.running is not None
+        failed: list[LegFailed] = []
         try:
             while True:
+                failure = None
                 async with aclosing(_events_of(opened)) as events:
-                    async for event in events:
-                        yield self._noted(opened, answer, event, call)
-                        if self._can_move(opened.engine, answer):
-                            break
-                    else:
-                        return
+                    try:
+                        async for event in events:
+                            yield self._noted(opened, answer, event, call)
+                            if self._can_move(opened.engine, answer):
+                                break
+                        else:
+                            return
+                    except LegFailed as error:
+                        failure = error
+                        if failure.code not in LOST or len(failed) == MOST_RESUMED or not answer.can_be_cut:
+                            raise
                 ended, stack = stack, AsyncExitStack()
                 async with ended:  # the engine counts as used until another has its KV
-                    opened = await self._go_on(stack, opened, answer, call)
+                    if failure is None:
+                        opened = await self._go_on(stack, opened, answer, call)
+                    else:
+                        failed.append(failure)
+                        opened = await self._resume(stack, failed, answer, call)
         finally:
             await stack.aclose()
 
@@ -206,7 +219,7 @@ class Carrier:
         self._moving += 1
         try:
             opened = await self._opened(stack, ask, call)
-        except (NoEngine, Refusal, ClientError, *LEG_FAILURES) as error:
+        except (NoEngine, *LEG_FAILURES) as error:
             self._fleet.sparing.say("returned", f"returned: {engine.label} goes on with what it gave up: {error}")
             outcome, answer.stays = "returned", "no other engine took it"
             call.running.stays = answer.stays
@@ -221,9 +234,27 @@ class Carrier:
         self._fleet.moved(engine, outcome)
         return opened
 
-    async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:
+    async def _resume(
+        self, stack: AsyncExitStack, failed: list[LegFailed], answer: MovableAnswer, call: Call
+    ) -> Streamed:
+        """Have another engine go on. `failed` are those that had this answer before; raises the last one's failure."""
+        failure = failed[-1]
+        call.awaits.discard(failure.engine.label)
+        try:
+            opened = await self._opened(stack, answer.rest(is_kept=False), call, [each.engine for each in failed])
+        except (NoEngine, *LEG_FAILURES) as error:
+            self._fleet.sparing.say("not resumed", f"not resumed: of {failure.engine.label}: {error}")
+            raise failure from None
+        assert isinstance(opened, Streamed)
+        self._fleet.failed(failure)
+        self._fleet.moved(failure.engine, "resumed")
+        return opened
+
+    async def _opened(
+        self, stack: AsyncExitStack, ask: PromptAsk, call: Call, without: Sequence[Backend] = ()
+    ) -> Opened:
         """Try pairs until one answers, then, if prefill is what failed, decode engines alone."""
-        failed: list[Backend] = []
+        failed = list(without)
         for role in Role:
             await self._fleet.wait_checked(role, _kinds(ask))
         attempt, alone = 0, "reads_all" if reads_all(ask) and self._computes(failed) else ""

@@ -262,11 +262,9 @@ class Fleet:
         return named
 
     def moved(self, engine: Backend, outcome: str) -> None:
-        """Count an answer that this engine gave up."""
-        if outcome == "moved":
-            engine.moved += 1
-        else:
-            engine.returned += 1
+        """Count an answer that this engine gave up, or that went on at another when it failed (`resumed`)."""
+        engine.moved += outcome == "moved"
+        engine.returned += outcome == "returned"
         self._metrics.moves.labels(engine.name, outcome).inc()
 
     def healthy(

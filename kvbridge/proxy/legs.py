@@ -77,7 +77,7 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     """Asks for one token, not streamed. If SGLang decodes, it is the answer's first token. Raises ClientError."""
     if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if is_set(ask.body.get(n))]):
         raise ClientError("not_supported", f"prefilled by vLLM and decoded by SGLang, not supported: {', '.join(odd)}")
-    params: Body = {"do_remote_decode": True, "bootstrap_room": room} | ({"awaits_kept": True} if ask.is_rest else {})
+    params: Body = {"do_remote_decode": True, "bootstrap_room": room} | ({"awaits_kept": True} if ask.is_kept else {})
     told = {"kv_transfer_params": params | ({"fetched_by": "sglang"} if decode is Kind.SGLANG else {})}
     if ask.path in OF_VLLM:
         return Leg(ask.path, _plain(ask) | {"stream": False} | SHORTEST[ask.path] | told)

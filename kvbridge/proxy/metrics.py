@@ -30,7 +30,7 @@ class ProxyMetrics:
         )
         self.moves = counter(
             "kvbridge_proxy_moves_total",
-            "Answers that another engine was asked to go on with, by the decode engine that drains",
+            "Answers that another engine was asked to go on with, by the decode engine that drains or failed",
             ["engine", "outcome"],
         )
         self.healthy = gauge("kvbridge_proxy_engine_healthy", "Passes health checks", ["role", "engine"])

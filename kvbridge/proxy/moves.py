@@ -108,8 +108,8 @@ class MovableAnswer:
         left = self._left(count)
         return not (self.stays or self._is_over) and count > 0 and (left is None or left > 0)
 
-    def rest(self) -> PromptAsk:
-        """What another engine is asked, from here on."""
+    def rest(self, is_kept: bool = True) -> PromptAsk:
+        """What another engine is asked, from here on. `is_kept`: the engine before keeps the KV."""
         count = self._cut()
         assert count
         del self._tokens[count:]
@@ -120,7 +120,7 @@ class MovableAnswer:
         body |= {"prompt": msgspec.Raw(prompt), "max_tokens": self._left(count), "stream": True}
         if type(least := self._ask.body.get("min_tokens")) is int and least > count:
             body["min_tokens"] = least - count
-        return PromptAsk(COMPLETIONS, body | {"return_token_ids": True}, is_rest=True)
+        return PromptAsk(COMPLETIONS, body | {"return_token_ids": True}, is_rest=True, is_kept=is_kept)
 
     def _cut(self) -> int:
         """How many tokens the client has the text of, 0 if that ends within one, or nobody knows."""

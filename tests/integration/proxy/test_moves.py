@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvbridge.proxy.bodies import PromptAsk, encode, read
 from kvbridge.proxy.events import DONE, StreamEvent
 from kvbridge.proxy.fleet import Role, read_engine
 from kvbridge.proxy.moves import MovableAnswer, why_stays
-from tests.integration.proxy.standins import StandIn, World, named, world
+from tests.integration.proxy.standins import WAITS, StandIn, World, named, world
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -231,7 +232,9 @@ class Counting:
 
     def __init__(self, engine: StandIn) -> None:
         self.engine, self.allowed, self.changed = engine, 0, asyncio.Event()
+        self.given = 0
         self.fails: Any = None  # instead of an answer
+        self.says: Any = None  # instead of the first event that is not allowed
         engine.act = self.act
 
     def allow(self, count: int) -> None:
@@ -249,9 +252,12 @@ class Counting:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number, event in enumerate(Engine(body, request.path, words, begin).events([1]), begin):
-            while number >= self.allowed:
+            while number >= self.allowed and self.says is None:
                 await self.changed.wait()
+            if number >= self.allowed:
+                event = self.says
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.given = number + 1
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -388,13 +394,12 @@ async def test_without_prefill_the_other_engine_computes_what_was_answered() -> 
 async def test_the_draining_engine_dies(when: str) -> None:
     async with counting() as (w, (first, second)):
         task = await started(w, first)
+        second.allow(0 if when != "before the cut" else 100)
         if when == "before the cut":
-            await first.engine.stop()
-            _, events = await task
-            assert json.loads(events[-1])["error"]["code"] == "ended_early"  # as without a drain
-            return
-        drain(w, first)
-        await w.until(lambda: bool(second.engine.got))
+            assert w.fleet.drain(named(first.engine), True)
+        else:
+            drain(w, first)
+            await w.until(lambda: bool(second.engine.got))
         await first.engine.stop()
         if when == "the other engine is dead too":
             await second.engine.stop()
@@ -406,6 +411,62 @@ async def test_the_draining_engine_dies(when: str) -> None:
         second.allow(100)
         _, events = await task
         assert answer_of(events) == WHOLE
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_if_the_engine_dies_that_it_moved_to_it_goes_on_at_another(path: str) -> None:
+    async with counting(3) as (w, (first, second, third)):
+        task = await started(w, first, path)
+        second.allow(20)
+        drain(w, first)
+        await w.until(lambda: second.given == 20)
+        await second.engine.stop()
+        third.allow(100)
+        status, events = await task
+        assert status == 200 and answer_of(events) == WHOLE
+        _, prefill = w.prefill.got[2][:2]
+        assert "awaits_kept" not in prefill["kv_transfer_params"], "nobody keeps it"
+        metrics = await w.metrics()
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
+        assert f'moves_total{{engine="{named(second.engine)}",outcome="resumed"}} 1.0' in metrics
+        assert f'failures_total{{code="ended_early",engine="{named(second.engine)}",role="decode"}} 1.0' in metrics
+        assert f'engine_outstanding{{engine="{named(second.engine)}",role="decode"}} 0.0' in metrics
+
+
+@pytest.mark.parametrize("how", ["dies", "says an error", "is silent"])
+async def test_if_an_engine_fails_its_answers_go_on_at_another(how: str) -> None:
+    async with counting(waits=replace(WAITS, answer_s=5) if how == "is silent" else WAITS) as (w, (first, second)):
+        second.allow(100)
+        task = await started(w, first)
+        if how == "dies":
+            await first.engine.stop()
+        elif how == "says an error":
+            first.says = {"error": {"message": "EngineCore is dead", "code": 500}}
+            first.allow(10)
+        status, events = await task
+        assert status == 200 and answer_of(events) == WHOLE
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="resumed"}} 1.0' in await w.metrics()
+
+
+async def test_an_answer_that_ends_its_engines_goes_on_twice_and_no_more() -> None:
+    async with counting(4) as (w, engines):
+        for count, engine in enumerate(engines, 1):
+            engine.says = {"error": {"message": "EngineCore is dead"}}
+            engine.allow(count)
+        _, events = await w.ask(COMPLETIONS, BODIES[COMPLETIONS])
+        assert json.loads(events[-1])["error"]["code"] == "engine_error"
+        assert text_of([json.loads(each) for each in events[:-1]]) == " 0 1 2"
+        assert [len(each.engine.got) for each in engines] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("why", ["moves are off", "seed", "no other engine"])
+async def test_what_stays_ends_with_its_engine(why: str) -> None:
+    async with counting(1 if why == "no other engine" else 2, moves=why != "moves are off") as (w, (first, *_)):
+        task = await started(w, first, **({"seed": 7} if why == "seed" else {}))
+        await first.engine.stop()
+        _, events = await task
+        assert json.loads(events[-1])["error"]["code"] == "ended_early"
+        assert text_of([json.loads(each) for each in events[:-1]]) == "".join(f" {each}" for each in range(10))
 
 
 @pytest.mark.parametrize("when", ["before the cut", "while the other engine is asked", "after it"])
