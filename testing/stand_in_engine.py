@@ -1,7 +1,8 @@
 """Stands in for an engine in a pod: attaches where the engine's own command line and environment say.
 
-Over HTTP: GET /health, once it is attached; POST /offer, which answers its agent's address; POST /want with the address
-of an agent to fetch from, which answers "Done", or what is wrong.
+It has as many ranks as vLLM would have, with `--nnodes` in several pods, of which the first leads. Over HTTP: GET
+/health, once all ranks are attached; POST /offer, which answers an agent's address; POST /want with the address of an
+agent to fetch from, which answers what is wrong, if anything. The pods of one engine ask each other so, too.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ import json
 import os
 import re
 import sys
+import time
 from http.server import HTTPServer
+from itertools import chain
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 from kvbridge_proto.engine import Attached
 
 from kvbridge.device.handles import export_all
+from kvbridge.loopback.messages import directory_of
 from kvbridge.unix_socket import close_fds
-from testing.agents import AgentProcess, OracleEngine
+from testing.agents import ANSWER_S, AgentProcess, OracleEngine
 from testing.nursery import Child
-from testing.oracle import Shape, build, fill, mismatch
+from testing.oracle import Held, Shape, build_all, fill, mismatch
 from testing.serving import Answers
 
 TABLE, TOKENS = [3, 4, 5, 6, 7, 8, 9, 10], 128
+PORT = 8000
 
 
-def socket_of(arguments: str) -> Path:
-    """Where vLLM's connector, or SGLang's backend, would look for the agent of rank 0."""
+def socket_of(arguments: str, rank: int) -> Path:
+    """Where vLLM's connector, or SGLang's backend, would look for the agent of this rank."""
     found = re.search(r'"kvbridge_socket": "(.+?)"', arguments)
-    return Path((found[1] if found else os.environ["KVBRIDGE_ENGINE_SOCKET"]).replace("{rank}", "0"))
+    return Path((found[1] if found else os.environ["KVBRIDGE_ENGINE_SOCKET"]).replace("{rank}", str(rank)))
 
 
 def uids_of(arguments: str) -> list[int]:
@@ -37,29 +44,94 @@ def uids_of(arguments: str) -> list[int]:
     return [int(each) for each in (found[1] if found else os.environ["KVBRIDGE_ENGINE_AGENT_UIDS"]).split(",")]
 
 
-class StandIn:
-    def __init__(self, arguments: str) -> None:
-        block_tokens = re.search(r"--block-size=(\d+)", arguments)
-        shape = Shape("nhd", block_tokens=int(block_tokens[1]) if block_tokens else 16)
-        socket = socket_of(arguments)
-        self.engine = OracleEngine(AgentProcess(Child(os.getpid()), socket, socket), build(shape), uids_of(arguments))
+def number_of(arguments: str, option: str, default: int) -> int:
+    found = re.search(rf"--{option}=(\d+)", arguments)
+    return int(found[1]) if found else default
+
+
+def asked(address: str, what: str, said: str) -> str:
+    """The answer of the pod at this address, which may be starting still."""
+    end = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            with urlopen(f"http://{address}:{PORT}/{what}", said.encode(), ANSWER_S) as answer:
+                return str(answer.read().decode())
+        except URLError as error:
+            if isinstance(error, HTTPError) or time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
+class Rank:
+    def __init__(self, held: Held, socket: Path, uids: list[int]) -> None:
+        self.engine = OracleEngine(AgentProcess(Child(os.getpid()), socket, socket), held, uids)
         _, fds = export_all(region.untyped_storage() for region in self.engine.regions)
         for fd in fds:
             os.fchmod(fd, 0o666)  # the GPU memory that this stands for is no user's
         close_fds(fds)
         assert isinstance(answer := self.engine.attach(), Attached), answer
-        self._table = TABLE[: TOKENS // shape.block_tokens]
+        self._table = TABLE[: TOKENS // held.pool.groups[0].block_tokens]
 
-    def offer(self) -> str:
+    def offer(self) -> None:
         fill(self.engine.held, self._table, range(TOKENS))
         self.engine.offer("r", self._table, TOKENS)
-        return self.engine.agent.address
 
     def want(self, sender: str) -> str:
         before = self.engine.held.copy()
         self.engine.want("r", sender, self._table, range(TOKENS))
         self.engine.done("r")
-        return mismatch(self.engine.held, before, self._table, range(TOKENS)) or "Done"
+        return mismatch(self.engine.held, before, self._table, range(TOKENS))
+
+
+class StandIn:
+    """The ranks of this pod. The first pod learns where the engine's others are, and tells all of all agents."""
+
+    def __init__(self, arguments: str) -> None:
+        shape = Shape(
+            "nhd",
+            block_tokens=number_of(arguments, "block-size", 16),
+            tp_size=number_of(arguments, "tensor-parallel-size", 1),
+        )
+        self._tp_size, self._pods = shape.tp_size, number_of(arguments, "nnodes", 1)
+        pod, here = number_of(arguments, "node-rank", 0), shape.tp_size // self._pods
+        uids, pools = uids_of(arguments), build_all(shape)[pod * here : (pod + 1) * here]
+        self.ranks = [Rank(held, socket_of(arguments, i), uids) for i, held in enumerate(pools)]
+        self._agents = {pod: [each.engine.agent.address for each in self.ranks]}
+        self._others: list[str] = []
+        self._is_introduced = False
+        if pod:
+            (leader,) = re.findall(r'--master-addr=([^"]+)', arguments)
+            asked(leader, "join", json.dumps([pod, self._agents[pod]]))
+
+    def join(self, address: str, said: str) -> str:
+        pod, agents = json.loads(said)
+        self._agents[pod] = agents
+        self._others.append(address)
+        return ""
+
+    def is_healthy(self) -> bool:
+        """Whether all pods are there; then each agent has been told of the others."""
+        if len(self._agents) == self._pods and not self._is_introduced:
+            self.introduce(json.dumps(list(chain.from_iterable(self._agents[pod] for pod in range(self._pods)))))
+        return self._is_introduced
+
+    def introduce(self, said: str) -> str:
+        for each in self.ranks:
+            each.engine.client.send(directory_of(json.loads(said), self._tp_size))
+        self._is_introduced = True
+        return "".join(self._by_others("introduce", said))
+
+    def offer(self, said: str) -> str:
+        for each in self.ranks:
+            each.offer()
+        self._by_others("offer", said)
+        return self.ranks[0].engine.agent.address
+
+    def want(self, sender: str) -> str:
+        return "".join([*(each.want(sender) for each in self.ranks), *self._by_others("want", sender)])
+
+    def _by_others(self, what: str, said: str) -> list[str]:
+        return [asked(each, what, said) for each in self._others]
 
 
 def main() -> None:
@@ -67,16 +139,20 @@ def main() -> None:
 
     class Asked(Answers):
         def do_GET(self) -> None:
-            self.answer(200 if self.path == "/health" else 404, "")
+            self.answer(200 if self.path == "/health" and engine.is_healthy() else 503, "")
 
         def do_POST(self) -> None:
-            body = self.body.decode()
+            said = self.body.decode()
             try:
-                self.answer(200, engine.offer() if self.path == "/offer" else engine.want(body))
-            except AssertionError as error:
+                if self.path == "/join":
+                    self.answer(200, engine.join(self.client_address[0], said))
+                else:
+                    do = {"/introduce": engine.introduce, "/offer": engine.offer, "/want": engine.want}[self.path]
+                    self.answer(200, do(said))
+            except (AssertionError, HTTPError) as error:
                 self.answer(500, str(error))
 
-    HTTPServer(("0.0.0.0", 8000), Asked).serve_forever()
+    HTTPServer(("0.0.0.0", PORT), Asked).serve_forever()
 
 
 if __name__ == "__main__":

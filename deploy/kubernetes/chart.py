@@ -25,7 +25,10 @@ CHECKSUM = "{{ list .Values.model .Values.dial .Values.netDevices | toJson | sha
 
 @dataclass(frozen=True)
 class Value:
-    """One of values.yaml, and where it stands: in which resource (kind/name), and the keys that lead there."""
+    """One of values.yaml, and where it stands: in which resource (kind/name), and the keys that lead there.
+
+    Instead of a number, EACH leads to each of a list.
+    """
 
     name: str
     says: str
@@ -37,6 +40,7 @@ def _of_both(*keys: str | int) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
 
 
 POD = ("template", "spec")
+EACH = "*"
 SCRAPED_FROM = ("spec", "ingress", 2, "from", 0, "namespaceSelector", "matchLabels")
 VALUES = (
     Value("model", "Of all engines.", (("ConfigMap/engine", ("data", "model")),)),
@@ -45,7 +49,9 @@ VALUES = (
         for i, role in enumerate(ROLES)
     ),
     Value(
-        "agentImage", "docs/kubernetes.md says how to build the images.", _of_both(*POD, "initContainers", 0, "image")
+        "agentImage",
+        "docs/kubernetes.md says how to build the images.",
+        _of_both(*POD, "initContainers", EACH, "image"),
     ),
     Value("engineImage", "With kvbridge's adapter.", _of_both(*POD, "containers", 0, "image")),
     Value("routerImage", "", (("Deployment/router", ("spec", *POD, "containers", 0, "image")),)),
@@ -66,7 +72,8 @@ VALUES = (
 OPTIONS = (
     (
         "dial",
-        "The pods' network and the agents' port, such as 10.244.0.0/16:7700. If it is empty, agents dial nobody.",
+        "The pods' network and the agents' port, such as 10.244.0.0/16:7700 (:* if pods have several agents). If it is "
+        "empty, agents dial nobody.",
     ),
     ("net_devices", "The pod's interface, as UCX names it."),
 )
@@ -120,12 +127,13 @@ def _replaced(found: list[dict[str, Any]], value: Value) -> Any:
     before = None
     for place, keys in value.places:
         kind, name = place.split("/")
-        at: Any = next(each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, name))
+        reached: list[Any] = [each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, name)]
         *outer, last = keys
         for key in outer:
-            at = at[key]
-        assert before in (None, at[last]), f"{value.name} differs between its places"
-        before, at[last] = at[last], f"<<{value.name}>>"
+            reached = [below for at in reached for below in (at if key == EACH else [at[key]])]
+        for at in reached:
+            assert before in (None, at[last]), f"{value.name} differs between its places"
+            before, at[last] = at[last], f"<<{value.name}>>"
     return before
 
 

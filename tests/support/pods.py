@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.support.booted import of_python
@@ -86,13 +87,23 @@ def node(network: str) -> Iterator[Node]:
 
 
 class Pod:
-    """One pod of a Deployment or StatefulSet. `files` are those of each ConfigMap and Secret by its name."""
+    """One pod of a template. `files` are those of each ConfigMap and Secret by its name.
+
+    `claimed` names volumes that its workload claims, `given` has variables that a controller gives each container.
+    """
 
     def __init__(
-        self, node: Node, folder: Path, name: str, workload: dict[str, Any], files: dict[str, dict[str, str]]
+        self,
+        node: Node,
+        folder: Path,
+        name: str,
+        template: dict[str, Any],
+        files: dict[str, dict[str, str]],
+        claimed: Sequence[str] = (),
+        given: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.node, self.folder, self.name, self.spec = node, folder, name, workload["spec"]["template"]["spec"]
-        claimed = [each["metadata"]["name"] for each in workload["spec"].get("volumeClaimTemplates", [])]
+        self.node, self.folder, self.name, self.spec = node, folder, name, template["spec"]
+        self._given = given
         self._volumes = [*self.spec["volumes"], *({"name": each, "emptyDir": {}} for each in claimed)]
         self.ip = node.next_address()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -115,6 +126,7 @@ class Pod:
         is_agent = container["image"].rpartition("/")[2].startswith("kvbridge-agent")
         found = dict(AGENT_ENVIRONMENT) if is_agent else {"PATH": "/usr/bin:/bin"}
         found["PATH"] = f"{PROGRAMS}:{found['PATH'].replace('$PATH', '/usr/bin:/bin')}"
+        found.update(self._given)
         for each in container.get("env", []):
             source = each.get("valueFrom", {})
             if "fieldRef" in source:
@@ -130,6 +142,7 @@ class Pod:
 
     def _command(self, container: dict[str, Any]) -> list[str]:
         said = [*(container.get("command") or ENTRYPOINT), *container.get("args", [])]
+        said = [re.sub(r"^--device=cuda:\d$", "--device=cpu", each) for each in said]  # no node here has a GPU
         return [_expanded(each, self.environment(container)) for each in said]
 
     def _user(self, container: dict[str, Any]) -> tuple[int, int, int]:

@@ -28,10 +28,12 @@ PODMONITOR = ROOT / ".podmonitor/node_modules"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 ROUTERS = (KUBERNETES.parents[1] / "docs" / "routers.md").read_text()
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
-EXAMPLE = "example"  # somebody's own Deployment and StatefulSet, with the agent's component
+EXAMPLE = "example"  # somebody's own Deployment and LeaderWorkerSet, with the agent's component
+RANKS = {("vllm-tp2", "prefill"): 2, (EXAMPLE, "prefill"): 2}  # of pods with more than one
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
 OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: operator_faults has its schemas
+WORKER, LEADER = "prefill-0-1", "prefill-0.prefill.kvbridge"  # as a LeaderWorkerSet's controller names them
 NETWORK = "10.77.0.0/29"  # of the pods that are started here
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
@@ -62,19 +64,30 @@ def named(overlay: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def workload(overlay: str, role: str) -> dict[str, Any]:
-    is_deployment = role == "router" or (overlay, role) == (EXAMPLE, "decode")
-    return named(overlay, "Deployment" if is_deployment else "StatefulSet", role)
+    own = {(EXAMPLE, "decode"): "Deployment", (EXAMPLE, "prefill"): "LeaderWorkerSet"}
+    return named(overlay, "Deployment" if role == "router" else own.get((overlay, role), "StatefulSet"), role)
+
+
+def pods_of(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its template of a pod, or those of leader and worker."""
+    spec = workload["spec"]
+    both = spec.get("leaderWorkerTemplate", {})
+    return [both["leaderTemplate"], both["workerTemplate"]] if both else [spec["template"]]
 
 
 def pod(overlay: str, role: str) -> dict[str, Any]:
-    template: dict[str, Any] = workload(overlay, role)["spec"]["template"]
-    return template
+    return pods_of(workload(overlay, role))[0]
 
 
-def container(overlay: str, role: str, name: str) -> dict[str, Any]:
-    spec = pod(overlay, role)["spec"]
+def container(overlay: str, role: str, name: str, number: int = 0) -> dict[str, Any]:
+    spec = pods_of(workload(overlay, role))[number]["spec"]
     (found,) = [each for each in [*spec.get("initContainers", []), *spec["containers"]] if each["name"] == name]
     return dict(found)
+
+
+def agents(overlay: str, role: str) -> list[str]:
+    """The names of a pod's agents, in their order."""
+    return ["agent", *(f"agent-{i}" for i in range(1, RANKS.get((overlay, role), 1)))]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -84,9 +97,22 @@ def test_kubernetes_takes_the_overlay(overlay: str, version: str) -> None:
     for resource in built(overlay):
         if resource["apiVersion"] == OF_OPERATORS:
             left.append(resource["kind"])
+        elif resource["kind"] == "LeaderWorkerSet":
+            for template in pods_of(resource):
+                made = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": template}
+                kubernetes_validate.validate(made, version, strict=True)
         else:
             kubernetes_validate.validate(resource, version, strict=True)
     assert left == ["PodMonitor", "PrometheusRule"]
+
+
+def test_a_leader_worker_set_has_fields_that_its_controller_knows() -> None:
+    """Those of leaderworkerset.x-k8s.io/v1, whose own schema cannot be installed."""
+    made = workload(EXAMPLE, "prefill")
+    spec, inner = made["spec"], made["spec"]["leaderWorkerTemplate"]
+    assert (made["apiVersion"], set(spec)) == ("leaderworkerset.x-k8s.io/v1", {"replicas", "leaderWorkerTemplate"})
+    assert set(inner) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert inner["restartPolicy"] in ("RecreateGroupOnPodRestart", "None") and spec["replicas"] == inner["size"] == 2
 
 
 def operator_faults(resource: dict[str, Any]) -> str:
@@ -193,20 +219,66 @@ def test_the_network_policy_lets_in_routers_to_engines_and_agents_to_agents(over
         assert [{port["port"] for port in each.get("ports", [])} for each in chosen] == [ports], role
 
 
-@pytest.mark.parametrize("role", OURS)
-def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str) -> None:
-    assert container(EXAMPLE, role, "agent") == container("vllm", role, "agent")
-    claims = [container(overlay, role, "engine")["resources"]["claims"] for overlay in (EXAMPLE, "vllm")]
+@pytest.mark.parametrize(("role", "number"), [("prefill", 0), ("prefill", 1), ("decode", 0)])
+def test_pods_of_ones_own_get_the_agent_of_the_overlays(role: str, number: int) -> None:
+    """In a LeaderWorkerSet its leader and its worker."""
+    assert container(EXAMPLE, role, "agent", number) == container("vllm", role, "agent")
+    claims = [each["resources"]["claims"] for each in (container(EXAMPLE, role, "engine", number),
+                                                       container("vllm", role, "engine"))]  # fmt: skip
     assert claims[0] == claims[1]
-    own, ours = (pod(overlay, role)["spec"] for overlay in (EXAMPLE, "vllm"))
+    template, ours = pods_of(workload(EXAMPLE, role))[number], pod("vllm", role)["spec"]
+    own = template["spec"]
     for kept in ("shareProcessNamespace", "securityContext", "terminationGracePeriodSeconds"):
         assert own[kept] == ours[kept]
     names = {each["name"] for each in own["volumes"]}
-    mounted = {each["name"] for part in ("agent", "engine") for each in container(EXAMPLE, role, part)["volumeMounts"]}
+    mounted = {each["name"] for each in [*own["initContainers"], *own["containers"]] for each in each["volumeMounts"]}
     assert names == mounted == {"run", "agent-cache", "agent-config", "key", "models"}
-    labels = pod(EXAMPLE, role)["metadata"]["labels"]
+    labels = template["metadata"]["labels"]
     monitor = named(EXAMPLE, "PodMonitor", "kvbridge")["spec"]
     assert labels[monitor["jobLabel"]] == "kvbridge" and labels["kvbridge/role"] == role
+
+
+@pytest.mark.parametrize(("overlay", "role"), RANKS)
+def test_each_rank_of_a_pod_has_an_agent_of_its_own_and_a_gpu(overlay: str, role: str) -> None:
+    count = RANKS[overlay, role]
+    for number, template in enumerate(pods_of(workload(overlay, role))):
+        engine, *sidecars = (container(overlay, role, name, number) for name in ("engine", *agents(overlay, role)))
+        assert [each["name"] for each in template["spec"]["initContainers"]] == agents(overlay, role)
+        own = [dict(re.findall(r"--(socket|listen|metrics|device)=(\S+)", " ".join(each["args"]))) for each in sidecars]
+        assert own[1:] == [
+            {"socket": f"/run/kvbridge/private/agent-{i}.sock", "listen": f"tcp://$(POD_IP):{7700 + i}",
+             "metrics": f"$(POD_IP):{9400 + i}", "device": f"cuda:{i}"} for i in range(1, count)
+        ]  # fmt: skip
+        ports = [[port["containerPort"] for port in each["ports"]] for each in sidecars]
+        assert ports == [[7700 + i, 9400 + i] for i in range(count)]
+        like = {"args": None, "name": None, "ports": None}
+        assert all({**each, **like} == {**sidecars[0], **like} for each in sidecars)
+        claim = next(each for each in template["spec"]["resourceClaims"] if each["name"] == "gpu")
+        (made,) = (each for each in built(overlay) if each["metadata"]["name"] == claim["resourceClaimTemplateName"])
+        assert made["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == count
+        pods = len(pods_of(workload(overlay, role)))
+        assert f"--tensor-parallel-size={count * pods}" in engine["args"]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_more_agents_follow_the_label(count: int, tmp_path: Path) -> None:
+    """Their metrics ports are among those that the network policy lets Prometheus ask."""
+    overlay, ranks = (os.path.relpath(KUBERNETES / each, tmp_path) for each in ("overlays/vllm", "components/ranks"))
+    label = [{"op": "add", "path": "/metadata/labels/kvbridge~1ranks", "value": str(count)}]
+    patches = [{"target": {"kind": "StatefulSet", "name": "decode"}, "patch": yaml.dump(label)}]
+    (tmp_path / "labelled").mkdir()
+    labelled = {"resources": [f"../{overlay}"], "patches": patches}
+    (tmp_path / "labelled/kustomization.yaml").write_text(yaml.dump(labelled))
+    (tmp_path / "kustomization.yaml").write_text(yaml.dump({"resources": ["labelled"], "components": [ranks]}))
+    told = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    sets = [each for each in yaml.safe_load_all(told.stdout) if each["kind"] == "StatefulSet"]
+    pods = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in sets}
+    ports = [each["ports"][1]["containerPort"] for each in pods["decode"]["initContainers"]]
+    assert ports == list(range(9400, 9400 + count)) and len(pods["prefill"]["initContainers"]) == 1
+    assert pods["decode"]["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": f"kvbridge-gpus-{count}"}]
+    (asked,) = named("vllm", "NetworkPolicy", "kvbridge")["spec"]["ingress"][2]["ports"]
+    assert asked["port"] == min(ports) and asked["endPort"] == 9407
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -248,8 +320,7 @@ def test_one_pod_of_a_role_may_be_disrupted_and_each_has_room_and_rank(overlay: 
 @pytest.mark.parametrize("role", OURS)
 def test_nothing_has_to_run_before_the_agent(overlay: str, role: str) -> None:
     """kustomize puts what a patch names before all others, whatever the order of the base."""
-    first, *others = pod(overlay, role)["spec"]["initContainers"]
-    assert first["name"] == "agent" and not others
+    assert [each["name"] for each in pod(overlay, role)["spec"]["initContainers"]] == agents(overlay, role)
 
 
 def files_of(overlay: str, key: str) -> dict[str, dict[str, str]]:
@@ -260,7 +331,7 @@ def files_of(overlay: str, key: str) -> dict[str, dict[str, str]]:
 
 # Each component that patches the agent or its engine, and pods of one's own.
 @pytest.mark.timeout(6 * START_S)
-@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang+engine-user", EXAMPLE])
+@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "vllm-tp2", "sglang+engine-user", EXAMPLE])
 def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tmp_path: Path) -> None:
     """Real agents and engines that stand in, each container as its user, with its mounts, environment and command."""
     if reason := why_not():
@@ -269,42 +340,54 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
     files = files_of(overlay, (tmp_path / "fleet.key").read_text())
     (options,) = [each for each in files.values() if "agent.toml" in each]
     assert tomllib.loads(options["agent.toml"])["dial"] == [], "a network that may not be the pods'"
-    options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:7700"]\nslot_bytes = 65536')
+    options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:*"]\nslot_bytes = 65536')
     with node(NETWORK) as between, ExitStack() as stack:
         pods = {
             name: made(between, tmp_path, overlay, name, files) for role in OURS for name in replicas(overlay, role)
         }
         between.services["prefill"] = [each.ip for name, each in pods.items() if name.startswith("prefill")]
+        between.services[LEADER] = [pods["prefill-0"].ip]
         for each in pods.values():
             stack.callback(each.close)
         with ThreadPoolExecutor(2) as at_once:
             list(at_once.map(Pod.start, pods.values()))
         for each in pods.values():
-            assert [name for name in each.running if name != "pause"] == ["agent", "engine"]
-            assert all(each.passes(name, kind) for name in ("agent", "engine") for kind in PROBES)
+            containers = [*agents(overlay, each.name.partition("-")[0]), "engine"]
+            assert [name for name in each.running if name != "pause"] == containers
+            assert all(each.passes(name, kind) for name in containers for kind in PROBES)
             assert can_read_the_key(each) == ("engine-user" not in overlay)
         until_met(between, pods["decode-0"], len(between.services["prefill"]))
         decode = pods["decode-0"]
         for name in replicas(overlay, "prefill"):
-            carry(between, pods[name], decode)
+            if name != WORKER:
+                carry(between, pods[name], decode)
         decode.kill("agent")
         assert not decode.passes("agent", "livenessProbe") and decode.passes("engine", "readinessProbe")
         decode.start_container("agent")  # as a kubelet does; the volumes are as they were
 
 
 def replicas(overlay: str, role: str) -> list[str]:
-    """Those that are started: in front of one decode pod both prefill pods of one overlay, one of the others."""
-    return [f"{role}-{i}" for i in range(2 if (overlay, role) == ("vllm-device-plugin", "prefill") else 1)]
+    """Those that are started: in front of one decode pod both prefill pods of one overlay, one of the others.
+
+    Of a LeaderWorkerSet, leader and worker.
+    """
+    names = {("vllm-device-plugin", "prefill"): ["prefill-0", "prefill-1"], (EXAMPLE, "prefill"): ["prefill-0", WORKER]}
+    return names.get((overlay, role), [f"{role}-0"])
 
 
 def made(between: Node, folder: Path, overlay: str, name: str, files: dict[str, dict[str, str]]) -> Pod:
-    return Pod(between, folder / name, name, workload(overlay, name.partition("-")[0]), files)
+    found = workload(overlay, name.partition("-")[0])
+    claimed = [each["metadata"]["name"] for each in found["spec"].get("volumeClaimTemplates", [])]
+    number = int(name == WORKER)
+    of_controller = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(number)}
+    given = of_controller if found["kind"] == "LeaderWorkerSet" else {}
+    return Pod(between, folder / name, name, pods_of(found)[number], files, claimed, given)
 
 
 def carry(between: Node, prefill: Pod, decode: Pod) -> None:
     _, address = between.asked(f"http://{prefill.ip}:8000/offer", 30, "")
     assert address.startswith(f"tcp://{prefill.ip}:7700#")
-    assert between.asked(f"http://{decode.ip}:8000/want", 60, address) == (200, "Done"), decode.log("agent")
+    assert between.asked(f"http://{decode.ip}:8000/want", 60, address) == (200, ""), decode.log("agent")
     assert "kvbridge_engine_attached 1.0" in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]
 
 
