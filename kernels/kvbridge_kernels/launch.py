@@ -8,7 +8,6 @@ address: they have distances from their own start, to which is added where they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -237,13 +236,15 @@ def _enqueue(
     # Making the stream current would cost as much as a launch.
     is_named = is_known and last is None and (work.copy is not None or not tables.must_upload)
     number = stream.cuda_stream if stream is not None and is_named else None
-    with nullcontext() if stream is None or is_named else torch.cuda.stream(stream):
-        tables.upload(number)
-        for launch in launches:
-            for first, end in launch.parts(programs):
-                start(launch, work, first, end, number, programs)
-        if last is not None:
-            last()
+    if stream is not None and not is_named:
+        with torch.cuda.stream(stream):
+            return _enqueue(launches, tables, work, None, programs, last)
+    tables.upload(number)
+    for launch in launches:
+        for first, end in launch.parts(programs):
+            start(launch, work, first, end, number, programs)
+    if last is not None:
+        last()
 
 
 def start(

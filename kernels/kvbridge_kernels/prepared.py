@@ -62,6 +62,11 @@ class Placed(NamedTuple):
         if has_sums and self.chunks > 1:
             raise ValueError(f"sums: one for {self.chunks} chunks, each needs its own")
 
+    def list_target(self) -> None:
+        """Work out the target's offsets, which launches will find."""
+        for which, block_stride, tokens in self.prepared.memories[-1].offsets:
+            self.places[-1][which].list_offsets(block_stride, tokens)
+
     def pairs(self) -> Iterator[Pair]:
         """The pairs of segments with these places."""
         of = self._places

@@ -20,7 +20,7 @@ import torch
 
 from .codecs_ref import DTYPES, SCALE_FORMS, Cast, RowScale
 from .field import Axis, Field
-from .segment_layout import Offsets
+from .segment_layout import Offsets, place_offsets
 
 # A kernel that computes a row's scale holds the whole row, so the row may have no more numbers than this.
 MOST_NUMBERS = 1024
@@ -204,7 +204,13 @@ class Places:
         self.count = len(self.array)
         # As unsigned numbers: one that is negative is huge then.
         self.highest = int(np.maximum.reduce(self.array.view(np.uint64))) if self.count else -1
+        self.offsets: dict[tuple[int, tuple[Axis, ...]], Offsets] = {}  # by block stride and tokens, once listed
         self._routes: dict[object, Sequence[Route]] = {}
+
+    def list_offsets(self, block_stride: int, tokens: tuple[Axis, ...]) -> None:
+        """Work out the bytes from a field's offset to each place, and keep them."""
+        found = self.offsets[block_stride, tokens] = np.empty(self.count, np.int64)
+        place_offsets(self.array, block_stride, tokens, found)
 
     @property
     def reach(self) -> str:

@@ -127,7 +127,7 @@ def _steps(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], out: Offsets) -> None:
     """Write to `out` the bytes from a field's offset to each place."""
-    block_tokens = prod(axis.count for axis in tokens)
+    block_tokens = tokens[0].count if len(tokens) == 1 else prod(axis.count for axis in tokens)
     if block_tokens == 1:
         np.multiply(places, block_stride, out=out)
     elif len(tokens) == 1:

@@ -97,6 +97,8 @@ class LaunchTables:
 
     def offsets(self, places: Places, block_stride: int, tokens: tuple[Axis, ...]) -> int:
         """Put the offsets of all places into the tables. Returns their address."""
+        if (listed := places.offsets.get((block_stride, tokens))) is not None:
+            return self.put(listed)
         room, address = self.take(places.count)
         place_offsets(places.array, block_stride, tokens, room)
         return address

@@ -35,6 +35,7 @@ from ..device.copier import DeviceLost, Moved
 from ..device.memory import AttachedPool
 from ..errors import EngineError, FabricError
 from ..exchange.orders import (
+    AwaitedPull,
     Credit,
     Digest,
     Fill,
@@ -58,6 +59,7 @@ from ..exchange.orders import (
 from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
 from ..failpoints import armed, failpoint
+from ..geometry.plan import Plan
 from ..routes.choice import Connected
 from ..routes.pull.job import PullRoute
 from ..routes.slots.jobs import Jobs
@@ -215,15 +217,21 @@ class DataPlane:
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None) -> None:
         """Give an order; they are taken up one after the other. `attached` is our engine's, None once it has left."""
-        if isinstance(order, Pull) and attached is not None and self._may_begin_here(order):
-            self._begin_here(order, attached)
-        else:
-            self._put(partial(self._take_up, order, attached, self._clock()))
+        match order:
+            case AwaitedPull():
+                if attached is not None and self._may_begin_here(order.plan, order.plan.chunks):
+                    self._await_here(order, attached)
+            case Pull() if attached is not None and self._may_begin_here(
+                order.plan, order.end_chunk - order.first_chunk
+            ):
+                self._begin_here(order, attached)
+            case _:
+                self._put(partial(self._take_up, order, attached, self._clock()))
 
-    def _may_begin_here(self, pull: Pull) -> bool:
-        """Whether the loop may begin this read. If so it has the turn, which ends with `_begin_here`."""
-        is_brief = pull.end_chunk - pull.first_chunk <= MOST_CHUNKS_HERE
-        is_brief &= pull.plan.total_bytes <= self._at_work.copier.brief_bytes
+    def _may_begin_here(self, plan: Plan, chunks: int) -> bool:
+        """Whether the loop may begin a read of so many chunks. If so it has the turn, and must end it."""
+        is_brief = chunks <= MOST_CHUNKS_HERE
+        is_brief &= plan.total_bytes <= self._at_work.copier.brief_bytes
         if not is_brief or not self._turn.acquire(blocking=False):
             return False
         is_busy = self._tasks or self._fenced or len(self._moving) >= MOST_READS_HERE
@@ -236,6 +244,15 @@ class DataPlane:
     def _begin_here(self, pull: Pull, attached: AttachedMemory) -> None:
         self._looking_until = self._clock() + LOOKING_S
         self._take_turn_here(lambda: self._resume(self._pulling.pull(pull, attached), None))
+
+    def _await_here(self, awaited: AwaitedPull, attached: AttachedMemory) -> None:
+        """Prepare a read that will probably begin here."""
+        try:
+            self._pulling.await_tables(awaited, attached)
+        except Exception:
+            log.debug("a read was not prepared: transfer=%s", awaited.transfer, exc_info=True)  # it will say so itself
+        finally:
+            self._turn.release()
 
     def _look(self) -> None:
         """Look on the loop whether what it has begun is over, unless the thread does so.

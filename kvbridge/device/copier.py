@@ -18,6 +18,7 @@ from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Scratch
 from kvbridge_kernels.launch_ref import move
+from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
@@ -132,6 +133,19 @@ class BlockCopier(abc.ABC):
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`. `sender` may be our own pool, in the place of one that is equal."""
+        return
+
+    def await_source(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+        """A `pull` into this very part will come, from blocks that are not known yet: those of `theirs` are any.
+
+        Do what it does not need them for. Raises as `pull`.
+        """
+        with sender.hold() as sender_regions, pool.hold() as regions:
+            sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
+            self._awaited(self._templates.await_source(*sides, ours.chunk.size_bytes))
+
+    def _awaited(self, pull: Placed) -> None:
+        """Do what launches of this pull need, whatever its source's places."""
         return
 
     @property

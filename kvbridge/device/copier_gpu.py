@@ -251,6 +251,10 @@ class GpuBlockCopier(BlockCopier):
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             self._compile(self._templates.of(*sides, ours.chunk.size_bytes), None, has_digest)
 
+    def _awaited(self, pull: Placed) -> None:
+        self._compile(pull, None, False)
+        pull.list_target()
+
     def _compile(self, placed: Placed, slot: Span | None, has_digest: bool) -> None:
         """Begin to compile the kernels that are missing. Without a free bundle, do nothing."""
         if not self._bundles:

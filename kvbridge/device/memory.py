@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 import torch
@@ -76,17 +75,13 @@ class AttachedPool:
     def is_open(self) -> bool:
         return self._memories is not None
 
-    @contextmanager
-    def hold(self) -> Iterator[Sequence[torch.Tensor | Mapped]]:
+    def hold(self) -> HeldMemory:
         """The regions as uint8 tensors, mapped until the block ends. Keep nothing of them after it.
 
         torch does not keep the memory alive: once the pool is closed, no tensor may be used and no kernel may run on
         it. A region of a peer's pool on a GPU has only an address, for kernels.
         """
-        with self._in_use:
-            if self._memories is None:
-                raise EngineError("detached", f"engine {self.pool.engine.id}: its memory is unmapped")
-            yield self._memories
+        return HeldMemory(self)
 
     def close(self) -> None:
         """Unmap at once. Waits for a `hold` to end, which lasts one chunk at most. Every later use is an EngineError.
@@ -101,6 +96,22 @@ class AttachedPool:
         size_bytes = sum(region.size_bytes for region in self.pool.regions)
         state = "open" if self.is_open else "closed"
         return f"<AttachedPool {self.pool.engine.id} {len(self.pool.planes)} planes {size_bytes} bytes {state}>"
+
+
+class HeldMemory(Value, eq=False):
+    """See `AttachedPool.hold`. Not a generator: of a small read's Python those took a tenth."""
+
+    pool: AttachedPool
+
+    def __enter__(self) -> Sequence[torch.Tensor | Mapped]:
+        self.pool._in_use.acquire()
+        if (memories := self.pool._memories) is None:
+            self.pool._in_use.release()
+            raise EngineError("detached", f"engine {self.pool.pool.engine.id}: its memory is unmapped")
+        return memories
+
+    def __exit__(self, *_: object) -> None:
+        self.pool._in_use.release()
 
 
 def check_plane(pool: Pool, plane: Plane) -> None:
@@ -161,13 +172,23 @@ class _Template(Value):
     lists: Sequence[Sequence[tuple[int, int]]]
 
 
+class _Awaited(Value, eq=False):
+    """A move of which only the source's places are not known yet."""
+
+    target: Part
+    template: _Template
+    places: Sequence[Places]  # the target's
+
+
 class Templates:
     """The prepared moves of one copier, kept since most chunks differ from an earlier one in their places only."""
 
     KEPT_MOVES = 256
+    KEPT_AWAITED = 64
 
     def __init__(self) -> None:
         self._kept: dict[object, _Template] = {}
+        self._awaited: dict[tuple[int, int, int], _Awaited] = {}  # by plan, chunk and slot
 
     def of(self, source: PartSide | None, target: PartSide | None, slot_bytes: int) -> Placed:
         """The move of a chunk from its source into its target. None: a slot of `slot_bytes`.
@@ -175,7 +196,32 @@ class Templates:
         EngineError if something in a part is invalid, ValueError if the two do not match.
         """
         sides = [side for side in (source, target) if side is not None]
-        attached, pairs = [side.attached for side in sides], sides[0].part.plan.pairs
+        attached = [side.attached for side in sides]
+        if source is not None and target is not None and self._awaited:
+            plan, tables = target.part.plan, target.part.tables
+            awaited = self._awaited.pop((id(plan), target.part.chunk.index, slot_bytes), None)
+            if awaited is not None and awaited.target.tables is tables and awaited.template.attached == attached:
+                return awaited.template.prepared.at(_placed(source, awaited.template, 0), awaited.places)
+        template = self._template(source, target, slot_bytes, attached)
+        return template.prepared.at(*(_placed(side, template, end) for end, side in enumerate(sides)))
+
+    def await_source(self, source: PartSide, target: PartSide, slot_bytes: int) -> Placed:
+        """The same before the source's block table is known: any may stand for it, and so do the places returned.
+
+        Once it is known, `of` need not do again what this has done.
+        """
+        template = self._template(source, target, slot_bytes, [source.attached, target.attached])
+        places = _placed(target, template, 1)
+        if len(self._awaited) == self.KEPT_AWAITED:
+            del self._awaited[next(iter(self._awaited))]
+        key = id(target.part.plan), target.part.chunk.index, slot_bytes
+        self._awaited[key] = _Awaited(target.part, template, places)
+        return template.prepared.at(template.prepared.memories[0].places, places)
+
+    def _template(
+        self, source: PartSide | None, target: PartSide | None, slot_bytes: int, attached: Sequence[AttachedPool]
+    ) -> _Template:
+        pairs = next(side for side in (source, target) if side is not None).part.plan.pairs
         key = (*(None if side is None else side.part.template_key for side in (source, target)), slot_bytes)
         template = self._kept.pop(key, None)
         if template is None or template.attached != attached or template.pairs is not pairs:
@@ -183,16 +229,21 @@ class Templates:
             if len(self._kept) == self.KEPT_MOVES:
                 del self._kept[next(iter(self._kept))]
         self._kept[key] = template  # the newest last
-        places = []
-        for side, lists, memory in zip(sides, template.lists, template.prepared.memories, strict=True):
-            places.append([Places(side.part.places(*each)) for each in lists])
-            for found, (group, _), limit in zip(places[-1], lists, memory.limits, strict=True):
-                _check_places(found, group, limit)
-        return template.prepared.at(*places)
+        return template
 
     def forget(self, attached: AttachedPool) -> None:
         """Keep nothing of this pool."""
         self._kept = {key: template for key, template in self._kept.items() if attached not in template.attached}
+        self._awaited = {key: each for key, each in self._awaited.items() if attached not in each.template.attached}
+
+
+def _placed(side: PartSide, template: _Template, end: int) -> list[Places]:
+    """The places of a part, for the lists that its memory, the first or the second of the move, has."""
+    found, memory = [], template.prepared.memories[end]
+    for (group, unit_tokens), limit in zip(template.lists[end], memory.limits, strict=True):
+        found.append(places := Places(side.part.places(group, unit_tokens)))
+        _check_places(places, group, limit)
+    return found
 
 
 def _template(source: PartSide | None, target: PartSide | None, slot_bytes: int) -> _Template:

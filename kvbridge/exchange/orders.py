@@ -158,6 +158,18 @@ class Pull(Order):
     compared: frozenset[int] = frozenset()
 
 
+class AwaitedPull(Order):
+    """The sender of this transfer is asked for its blocks: prepare to read them into ours. As in Pull.
+
+    Nothing comes of it if there is no time: then the Pull takes longer.
+    """
+
+    transfer: str
+    memory_id: EngineMemoryId
+    plan: Plan
+    tables: Mapping[int, BlockTable]
+
+
 SendingOrder = SendOrder | Progress | Credit | StopSending | Digest | Watch
 
 
@@ -194,7 +206,7 @@ class WarmPull(Order):
     kinds: Sequence[bool]
 
 
-ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull | Fill | Warm | WarmPull
+ReceivingOrder = ReceiveOrder | Lend | StopReceiving | AwaitedPull | Pull | Fill | Warm | WarmPull
 
 # From both:
 

@@ -129,6 +129,7 @@ class Receiver:
         wanted.state = WANT_TABLE[wanted.state, WantEvent.CLAIM]
         for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
             actions += self._claim_from(wanted, address, session, taken, planned, now)
+        actions += [order for incoming in wanted.incoming_transfers.values() for order in incoming.awaits()]
         return actions + self._finish_if_complete(wanted, now)
 
     def _fill(self, wanted: OpenWant, filling: Filling) -> list[Action]:

@@ -132,6 +132,10 @@ class IncomingTransfer(Transfer):
     def claim(self, now: float) -> tuple[list[Action], tuple[SlotLease, ...]]:
         """It is claimed now. Returns what to order before that, and the slots to lend with the claim."""
 
+    def awaits(self) -> list[Action]:
+        """All that its want needs is claimed. Returns what to order while the senders' answers are awaited."""
+        return []
+
     @abc.abstractmethod
     def on_message(self, body: RouteToReceiver, now: float) -> list[Action]:
         """Its sender says this while it is claimed."""

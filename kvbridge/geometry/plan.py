@@ -300,6 +300,17 @@ def plan(
     return Planner(sender, receiver).plan(takes, first_token, end_token, slot_bytes)
 
 
+def any_tables(plan: Plan, sender: Pool) -> dict[int, BlockTable]:
+    """Tables as long as the sender's for this plan, or longer. Their blocks mean nothing."""
+    token_shard, tables = TokenShard.of(sender.shard), {}
+    for index in frozenset[int]().union(*(group_plan.sender_groups for group_plan in plan.group_plans)):
+        group = sender.groups[index]
+        counted = counted_by(group, token_shard)
+        entries = -(-counted.count(plan.end_token) // group.block_tokens)
+        tables[index] = BlockTable(group, 0, np.zeros(entries, np.int64), counted)
+    return tables
+
+
 def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
     """The pairs of each group plan, in order, with a group that stands for all of its groups."""
     keys = [_group_plan_of(group) for group in groups]

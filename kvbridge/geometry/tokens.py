@@ -205,7 +205,7 @@ class BlockTable:
 
         Units of more than one token need `common` to be all of ours. Raises EngineError if a token has no block.
         """
-        if first == end or common == self.token_shard:
+        if first == end or common is self.token_shard or common == self.token_shard:
             return self.places(first, end, unit_tokens)
         assert unit_tokens == 1
         token = self.token_shard.index(common.tokens(first, end))

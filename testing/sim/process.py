@@ -26,9 +26,10 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Compared
-from kvbridge.exchange.orders import Digested, Pull
+from kvbridge.exchange.orders import Digested
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
+from kvbridge.geometry.plan import Plan
 from kvbridge.options import AgentConfig
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.states import OfferState, TransferState, WantState
@@ -96,7 +97,7 @@ class SteppedDataPlane(DataPlane):
 
     def _nap_exactly(self) -> None: ...
 
-    def _may_begin_here(self, pull: Pull) -> bool:
+    def _may_begin_here(self, plan: Plan, chunks: int) -> bool:
         return False  # a turn of the thread that comes at once is the same
 
     def _starting_threads(self) -> AbstractContextManager[None]:

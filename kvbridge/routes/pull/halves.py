@@ -35,7 +35,7 @@ from ...cache_kinds import is_late
 from ...errors import KVBridgeError, PeerError
 from ...exchange.actions import Action, Carried, Compared, Send, Uncompared, Unconfirmed
 from ...exchange.block_tables import ready_chunks
-from ...exchange.orders import Digest, Digested, Pull, Pulled, RouteReport, Summed, WarmPull, Watch
+from ...exchange.orders import AwaitedPull, Digest, Digested, Pull, Pulled, RouteReport, Summed, WarmPull, Watch
 from ...exchange.session import Session
 from ...exchange.transfer import (
     IncomingTransfer,
@@ -299,6 +299,9 @@ class IncomingByPull(IncomingTransfer):
         self.reading = Reading(ReadLease(now), self.session)
         return [], ()
 
+    def awaits(self) -> list[Action]:
+        return [AwaitedPull(self.transfer, self.session.memory_id, self.plan, self.wanted.tables)]
+
     @property
     def has_rows(self) -> bool:
         return bool(self.placed) or self.is_ordered
@@ -489,9 +492,8 @@ class Reading:
         for piece in answer.blocks:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
-            table = self.tables.get(piece.group) or BlockTable.of(
-                pool.groups[piece.group], token_shard=TokenShard.of(pool.shard)
-            )
+            if (table := self.tables.get(piece.group)) is None:
+                table = BlockTable.of(pool.groups[piece.group], token_shard=TokenShard.of(pool.shard))
             if piece.first + len(piece.ids) > (most := _end_entry(plan.end_token, table)):
                 raise PeerError("blocks_too_many", f"blocks: up to entry {piece.first + len(piece.ids)} of {most}")
             self.tables[piece.group] = table.extended(piece)

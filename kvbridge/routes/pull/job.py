@@ -40,11 +40,11 @@ from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
-from ...exchange.orders import Digest, Digested, Failure, FenceReached, Fill, Filled, Pull, Pulled
+from ...exchange.orders import AwaitedPull, Digest, Digested, Failure, FenceReached, Fill, Filled, Pull, Pulled
 from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
-from ...geometry.plan import Part
+from ...geometry.plan import Part, any_tables
 from ..rate import fastest
 from ..slots.slot_routes import machines, memories
 
@@ -174,6 +174,16 @@ class PullRoute:
         size_bytes = pull.plan.bytes_of(first, end)
         receive_orders.report(Pulled(pull.transfer, end, end - first, size_bytes, digests, failure))
         receive_orders.end_move(ordered)
+
+    def await_tables(self, awaited: AwaitedPull, attached: AttachedMemory) -> None:
+        """Prepare the reads of a transfer while its sender's block tables are awaited. Raises as the copier's pull."""
+        if (opened := self._peers.get(awaited.memory_id)) is None:
+            return
+        plan, sender = awaited.plan, opened[0]
+        tables = any_tables(plan, sender.pool)
+        for chunk in map(plan.chunk, range(plan.chunks)):
+            theirs, ours = Part(plan, chunk, tables, True), Part(plan, chunk, awaited.tables, False)
+            self._resources.copier.await_source(sender, theirs, attached.memory, ours)
 
     def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""

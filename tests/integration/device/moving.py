@@ -22,7 +22,8 @@ class Moves:
         arrays = {id(move.places): move.places for move in moves}
         self._arrays = list(arrays.values())
         self._moves = [replace(move, unit_tokens=list(arrays).index(id(move.places))) for move in moves]
-        self.plan = self.chunk = self
+        self.plan = self.chunk = self.tables = self
+        self.index = 0
         self.size_bytes = max((move.slot_offset + move.size_bytes for move in moves), default=0)
         self.pairs = self.template_key = object()
 

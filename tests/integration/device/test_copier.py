@@ -17,11 +17,11 @@ from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier
 from kvbridge.device.copier import CpuBlockCopier
-from kvbridge.device.memory import AttachedPool, runs
+from kvbridge.device.memory import AttachedPool, Templates, runs
 from kvbridge.errors import EngineError
-from kvbridge.geometry.plan import Move, Part, plan
+from kvbridge.geometry.plan import Move, Part, any_tables, plan
 from kvbridge.geometry.shard import assign
-from testing.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
+from testing.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of, tables_of
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import Moves, gather, scatter
 
@@ -246,6 +246,41 @@ def test_a_plan_that_is_used_with_other_memory_moves_what_is_there() -> None:
     assert all(moved.failure is None for moved in copier.poll())
 
 
+@pytest.mark.parametrize("awaited", ["it", "it, for other blocks", "it, of other memory", "too many"])
+def test_a_pull_that_was_prepared_reads_what_its_sender_names_then(awaited: str) -> None:
+    """Until then any blocks stand for the sender's, and nothing moves. What was prepared for another is not used."""
+    shapes = Shape(layout="hnd", block_tokens=32, kinds=("full", "state")), Shape(kinds=("full", "state"))
+    sent, held = map(build, shapes)
+    (takes,) = assign([sent.pool], held.pool)
+    planned = plan(sent.pool, held.pool, takes, 0, 40, 1 << 20)
+    theirs, ours = (block_table(pool, tables_of(pool, 40, seed=7)) for pool in (sent.pool, held.pool))
+    others = block_table(held.pool, tables_of(held.pool, 40, seed=8))
+    with attached(sent) as (engine, sender), attached(sent) as (_, stranger), attached(held) as (own, pool):
+        for region in engine.memory:
+            region[:] = np.random.default_rng(1).integers(0, 256, region.size)
+
+        def pulled(copier: CpuBlockCopier) -> list[bytes]:
+            for chunk in map(planned.chunk, range(planned.chunks)):
+                copier.pull(sender, Part(planned, chunk, theirs, True), pool, Part(planned, chunk, ours, False))
+            found = [region.tobytes() for region in own.memory]
+            for region in own.memory:
+                region[:] = POISON
+            return found
+
+        right = pulled(CpuBlockCopier())
+        copier, stand_ins = CpuBlockCopier(), any_tables(planned, sent.pool)
+        plans = [planned]
+        if awaited == "too many":
+            plans += [replace(planned) for _ in range(Templates.KEPT_AWAITED)]
+        for each in plans:
+            for chunk in map(each.chunk, range(each.chunks)):
+                target = Part(each, chunk, others if awaited == "it, for other blocks" else ours, False)
+                source = stranger if awaited == "it, of other memory" else sender
+                copier.await_source(source, Part(each, chunk, stand_ins, True), pool, target)
+        assert all((region == POISON).all() for region in own.memory)
+        assert planned.chunks == 2 and pulled(copier) == right
+
+
 def test_nothing_is_kept_of_memory_that_is_forgotten() -> None:
     held = build(Shape())
     copier, moves = CpuBlockCopier(), Moves(moves_of(held))
@@ -253,6 +288,7 @@ def test_nothing_is_kept_of_memory_that_is_forgotten() -> None:
     with attached(held) as (_, one), attached(held) as (_, other):
         copier.gather(one, moves, Span(room.data_ptr(), room.numel()), "xxh3")
         copier.pull(other, moves, one, moves)
+        copier.await_source(other, moves, one, moves)
         with one.hold() as regions:
             kept = weakref.ref(regions[0])
         del regions

@@ -13,6 +13,7 @@ from kvbridge_kernels.segment import Span
 from kvbridge.device import copier_gpu
 from kvbridge.device.copier import BlockCopier
 from kvbridge.device.copier_gpu import GpuBlockCopier
+from kvbridge.device.memory import PartSide
 from kvbridge.geometry.plan import Planner
 from testing.oracle import Shape, build
 from testing.waiting import wait_for
@@ -40,6 +41,19 @@ def test_our_own_pool_takes_the_place_of_an_equal_one() -> None:
         warming.start()
         warming.join(20.0)
         assert not warming.is_alive() and copier.seen == [True]
+
+
+def test_what_an_awaited_pull_needs_is_compiled_and_listed_for_it() -> None:
+    copier = Recording()
+    with attached(build(Shape())) as (_, sender), attached(build(Shape())) as (_, pool):
+        twin = Planner(pool.pool, pool.pool)
+        ((theirs, *_), (ours, *_)) = (twin.samples(1 << 16, is_sender) for is_sender in (True, False))
+        copier.await_source(sender, theirs, pool, ours)
+        with sender.hold() as sent, pool.hold() as regions:
+            sides = PartSide(sender, sent, theirs), PartSide(pool, regions, ours)
+            placed = copier._templates.of(*sides, ours.chunk.size_bytes)
+    (source,), (target,) = placed.places
+    assert copier.seen == [False] and target.offsets and not source.offsets
 
 
 def test_what_cannot_be_compiled_in_advance_costs_no_request(

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
+from kvbridge_proto.pool import Shard
 
 from kvbridge import failpoints
 from kvbridge.dataplane import data_plane as data_plane_module
 from kvbridge.dataplane.attached import Job, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.device.copier import CpuBlockCopier, DeviceLost, Moved
-from kvbridge.exchange.orders import Pull, Pulled, ReceivingReport
+from kvbridge.exchange.orders import AwaitedPull, Pull, Pulled, ReceivingReport
 from kvbridge.routes.pull.halves import ReadLease
 from testing.waiting import wait_for
 from tests.integration.routes.test_routes import Agents
@@ -34,6 +35,8 @@ class Threads(CpuBlockCopier):
     def __init__(self) -> None:
         super().__init__()
         self.begun: list[int] = []
+        self.awaited: list[int] = []
+        self.is_wrong = False
         self.looked: set[int] = set()
         self.may_end, self.is_lost, self.is_interrupted = True, False, False
 
@@ -44,6 +47,11 @@ class Threads(CpuBlockCopier):
             raise KeyboardInterrupt
         self.begun.append(threading.get_ident())
         return self._over(0)
+
+    def await_source(self, *_: Any) -> None:
+        self.awaited.append(threading.get_ident())
+        if self.is_wrong:
+            raise RuntimeError("wrong")
 
     def poll(self) -> list[Moved]:
         self.looked.add(threading.get_ident())
@@ -93,7 +101,8 @@ async def serving(copier: Threads, ears: Ears, **more: Any) -> AsyncIterator[Dat
         resources = replace(Agents(stack).sender, copier=copier)
         data_plane = Sleeper(lambda: resources, "us", cast(Any, ears), 5.0, **more)
         await data_plane.start()
-        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None)), lambda: None
+        pool = SimpleNamespace(shard=Shard(), groups=())
+        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None, pool=pool)), lambda: None
         await asyncio.to_thread(wait_for, lambda: data_plane.sleeps and not data_plane._turn.locked())
         yield data_plane
         await data_plane.stop()
@@ -127,6 +136,30 @@ async def test_it_is_begun_here_and_its_end_is_seen_here(copier: Threads, ears: 
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert ears.ended == ["t"]
+
+
+def await_read(data_plane: DataPlane, chunks: int = 2) -> None:
+    plan: Any = SimpleNamespace(total_bytes=1, chunks=chunks, chunk=lambda index: index, group_plans=())
+    data_plane.give(AwaitedPull("t", WHOSE, plan, {}), cast(Any, SimpleNamespace(memory=object())))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_it_is_prepared_here_while_its_sender_is_asked(copier: Threads, ears: Ears, is_wrong: bool) -> None:
+    """If that fails, the read itself will say so."""
+    async with serving(copier, ears) as data_plane:
+        copier.is_wrong = is_wrong
+        await_read(data_plane)
+        assert copier.awaited == [LOOP] * (1 if is_wrong else 2) and not copier.begun
+        read(data_plane)
+        await until(lambda: ears.ended == ["t"])
+
+
+async def test_nothing_is_prepared_that_the_thread_will_read_or_while_it_works(copier: Threads, ears: Ears) -> None:
+    async with serving(copier, ears) as data_plane:
+        await_read(data_plane, chunks=3)
+        with data_plane._turn:
+            await_read(data_plane)
+        assert not copier.awaited and not data_plane._tasks
 
 
 async def test_two_of_rows_and_states_are_begun_here(copier: Threads, ears: Ears) -> None:

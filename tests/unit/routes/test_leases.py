@@ -13,8 +13,8 @@ from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, Settled, S
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
-from kvbridge.exchange.orders import Watch
-from kvbridge.geometry.plan import Part, plan
+from kvbridge.exchange.orders import AwaitedPull, Watch
+from kvbridge.geometry.plan import Part, any_tables, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.halves import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
@@ -43,6 +43,7 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
             for sender, taken in zip(senders, takes, strict=True):
                 planned = plan(sender.pool, receiver.pool, taken, tokens.start, end, SLOT_BYTES)
                 granted, reading, read = GrantedLease(), reading_of(sender.pool), 0
+                stand_ins = any_tables(planned, sender.pool)
                 for number, there in enumerate(steps):
                     is_last = number == len(steps) - 1
                     tables = block_table(sender.pool, ids, 0, there)
@@ -54,10 +55,21 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
                         chunk = planned.chunk(index)
                         right = Part(planned, chunk, block_table(sender.pool, ids, 0, end), is_sender=True).moves()
                         found = Part(planned, chunk, reading.tables, is_sender=True).moves()
-                        for one, other in zip(right, found, strict=True):
+                        awaited = Part(planned, chunk, stand_ins, is_sender=True).moves()
+                        for one, other, any_one in zip(right, found, awaited, strict=True):
                             assert one.places.tolist() == other.places.tolist()
+                            assert len(any_one.places) == len(one.places)
                     read = ready
                 assert read == planned.chunks
+
+
+def test_a_read_is_prepared_once_its_sender_is_asked() -> None:
+    """By what it will read: the copier finds what it prepared by the very plan and tables."""
+    receiver = PullingReceiver()
+    claimed, awaited = receiver.asked
+    assert isinstance(claimed, Send) and isinstance(awaited, AwaitedPull)
+    assert awaited.plan is receiver.pull.plan and awaited.tables is receiver.pull.tables
+    assert (awaited.transfer, awaited.memory_id) == (receiver.pull.transfer, receiver.pull.memory_id)
 
 
 def test_nothing_is_told_twice() -> None:
