@@ -301,6 +301,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """,
         ),
     ] = True
+    kept_page: Annotated[
+        bool,
+        _option(
+            "Serve /kept at `metrics`, too: how much of a prompt the engine keeps for others, for schedulers",
+            """
+            Whoever reaches that port can then find out whether a prompt that he guesses was here, unless it has a salt
+            (docs/threat-model.md, T28).
+            """,
+        ),
+    ] = False
     otlp_endpoint: Annotated[
         str,
         _option(

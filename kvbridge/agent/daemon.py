@@ -59,7 +59,7 @@ from .clients import Clients
 from .doors import Doors, LocalDoors
 from .engines import Engines
 from .journal import Journal
-from .kept import KeptAnswers
+from .kept import KeptAnswers, kept_page
 from .logs import LastErrors, set_up
 from .meeting import Meetings
 from .metrics import Gauges, Metrics, Prompts
@@ -238,7 +238,8 @@ class Agent:
         if config.metrics:
             check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
             pages = {"/status": partial(self._status_page, loop)} if config.status_page else {}
-            stack.callback(self.metrics.serve(config.metrics, self._why_ill, pages))
+            lookups = {"/kept": partial(kept_page, self.sender.kept)} if config.kept_page else {}
+            stack.callback(self.metrics.serve(config.metrics, self._why_ill, pages, lookups))
 
     def _arm(self) -> None:
         """Arm failpoints from the environment, and warn of them in the log and the metrics."""

@@ -6,13 +6,19 @@ engines of one role fetch from each other if their agents `meet` each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from urllib.parse import parse_qs
 
 from kvbridge_proto import engine, peer
+from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
+from kvbridge_proto.status import KeptOfPrompt
+from msgspec import json
 
 from ..exchange.session import Session
 from ..transport.endpoint import canonical
 
+PREFIX_BYTES = 20
 MOST_KEPT = 1024  # of our engine, and of each other agent; the oldest are forgotten, and end by themselves
 # A want that ends so waited for up to `connect_s`, and the next would again.
 UNREACHABLE = ("peer_unreachable", "peer_not_allowed", "key_refused", "key_not_allowed", "bad_address")
@@ -45,6 +51,11 @@ class KeptAnswers:
     def ours(self) -> list[peer.Keeps]:
         """What an agent has to hear that we begin to fetch from."""
         return list(self._ours.values())
+
+    def tokens_of(self, prefixes: Sequence[bytes]) -> int:
+        """How many tokens of a prompt with these prefixes our engine keeps. Callable from any thread."""
+        found = (_common(kept.prefixes, prefixes) for kept in list(self._ours.values()))
+        return max(found, default=0) * PREFIX_TOKENS
 
     def clear(self) -> None:
         """Our engine has left, and with it all sessions."""
@@ -82,3 +93,22 @@ class KeptAnswers:
 
     def _gone(self, theirs: dict[str, str], rendezvous: str) -> None:
         self._tell_engine(engine.KeptBy(sender=theirs.pop(rendezvous), rendezvous=rendezvous))
+
+
+def _common(kept: Sequence[bytes], prefixes: Sequence[bytes]) -> int:
+    """How many they begin with alike. Each stands for all before it, too."""
+    return bisect_left(range(min(len(kept), len(prefixes))), True, key=lambda at: kept[at] != prefixes[at])
+
+
+def kept_page(kept: KeptAnswers, query: str) -> bytes:
+    """The page /kept. Raises ValueError, with what is wrong with the query."""
+    text = parse_qs(query).get("prefixes", [""])[0]
+    count, rest = divmod(len(text), 2 * PREFIX_BYTES)
+    if rest or count > MOST_PREFIXES:
+        raise ValueError(f"prefixes: got {len(text)} digits, need {2 * PREFIX_BYTES} for each, {MOST_PREFIXES} at most")
+    try:
+        joined = bytes.fromhex(text)
+    except ValueError:
+        raise ValueError("prefixes: need hexadecimal digits") from None
+    prefixes = [joined[at : at + PREFIX_BYTES] for at in range(0, len(joined), PREFIX_BYTES)]
+    return json.encode(KeptOfPrompt(tokens=kept.tokens_of(prefixes)))

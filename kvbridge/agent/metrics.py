@@ -174,10 +174,14 @@ class Metrics:
             self._failpoints.labels(each).inc()
 
     def serve(
-        self, address: str, why_ill: Callable[[], str], pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
+        self,
+        address: str,
+        why_ill: Callable[[], str],
+        pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+        lookups: Mapping[str, Callable[[str], bytes]] = MappingProxyType({}),
     ) -> Callable[[], None]:
         """Serve on `host:port`. Returns a function that stops it. Raises OperatorError."""
-        return scraping.serve(self.registry, why_ill, address, pages)
+        return scraping.serve(self.registry, why_ill, address, pages, lookups=lookups)
 
     def values(self) -> dict[str, float]:
         """All counters of ours, for `kvbridge status`."""

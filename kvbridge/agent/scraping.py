@@ -1,4 +1,4 @@
-"""Serves /metrics, /healthz and /status over HTTP.
+"""Serves /metrics, /healthz, /status and /kept over HTTP.
 
 Anybody who reaches the port may connect: connections are few and short. Its own threads answer; the loop makes only
 /status.
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from socketserver import ThreadingMixIn
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -39,11 +40,13 @@ def serve(
     address: str,
     pages: Mapping[str, Callable[[], bytes]],
     request_s: float = REQUEST_S,
+    lookups: Mapping[str, Callable[[str], bytes]] = MappingProxyType({}),
 ) -> Callable[[], None]:
     """Answer on `host:port`. Returns a function that stops it. Raises OperatorError.
 
-    `why_ill` says why the agent needs a restart, or "". `pages` are further ones, in JSON, by their paths. All are
-    called on other threads; those of `pages` raise TimeoutError if they cannot be made.
+    `why_ill` says why the agent needs a restart, or "". `pages` are further ones, in JSON, by their paths; so are
+    `lookups`, which get the query. All are called on other threads; those of `pages` raise TimeoutError if they cannot
+    be made, those of `lookups` ValueError if the query is wrong.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -53,7 +56,7 @@ def serve(
         server = _server(family)((str(place[0]), int(port)), request_s)
     except (OSError, ValueError, OverflowError) as error:
         raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
-    server.set_app(Pages(registry, why_ill, pages))
+    server.set_app(Pages(registry, why_ill, pages, lookups))
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="kvbridge-metrics", daemon=True)
     thread.start()
 
@@ -72,9 +75,14 @@ class Pages:
     """
 
     def __init__(
-        self, registry: CollectorRegistry, why_ill: Callable[[], str], pages: Mapping[str, Callable[[], bytes]]
+        self,
+        registry: CollectorRegistry,
+        why_ill: Callable[[], str],
+        pages: Mapping[str, Callable[[], bytes]],
+        lookups: Mapping[str, Callable[[str], bytes]],
     ) -> None:
         encode, kind = choose_encoder("")
+        self._lookups = lookups
         self._why_ill = why_ill
         self._kept = {"/metrics": KeptPage(kind, lambda: encode(registry))}
         self._kept |= {path: KeptPage(JSON, make) for path, make in pages.items()}
@@ -90,8 +98,16 @@ class Pages:
                 kind, text = kept.kind, kept.text()
             except TimeoutError:
                 status, text = "503 Service Unavailable", b"the event loop does not come round\n"
+        elif (lookup := self._lookups.get(path)) is not None:
+            try:
+                kind, text = JSON, lookup(environ["QUERY_STRING"])
+            except ValueError as error:
+                status, text = "400 Bad Request", f"{error}\n".encode()
         else:
-            status, text = "404 Not Found", f"here are {', '.join([*self._kept, '/healthz'])}\n".encode()
+            status, text = (
+                "404 Not Found",
+                f"here are {', '.join([*self._kept, *self._lookups, '/healthz'])}\n".encode(),
+            )
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(text)))])
         return [text]
 

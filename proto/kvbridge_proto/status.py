@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .common import AgentCard, Seconds
+from .common import PREFIX_TOKENS, AgentCard, Seconds
 from .pool import Count, Name, Pool
 
 MAX_ENTRIES = 2048  # of a trace in one answer
@@ -282,6 +282,17 @@ class StatusPage(Struct, frozen=True, kw_only=True):
     held: HeldCounts
     fetched_tokens: Count
     computed_tokens: Count
+
+
+class KeptOfPrompt(Struct, frozen=True, kw_only=True):
+    """The page /kept beside the metrics, for who chooses an engine for a prompt: JSON.
+
+    Of a prompt that begins with the prefixes that were asked for, the engine keeps `tokens` for others.
+    """
+
+    schema: Count = PAGE_SCHEMA
+    prefix_tokens: Count = PREFIX_TOKENS
+    tokens: Count
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

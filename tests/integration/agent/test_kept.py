@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import blake2b
 from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Attached, KeptBy, Refused, Weights, Withdraw
 
+from demo.processes import free_port
+from kvbridge.adapters.engine.prompts import PromptDigest
 from kvbridge.loopback.messages import number_of
 from testing.agents import OracleEngine
 from testing.oracle import Shape, fill, mismatch
 from testing.pairs import Bench, Benches
+from tests.integration.agent.test_scraping import asked
 
 PREFIXES = (b"a" * 20, b"b" * 20)  # of 64 and 128 tokens
 SHAPES = (Shape("nhd", blocks=24), Shape("hnd", block_tokens=32, blocks=16))
@@ -60,6 +65,43 @@ def test_an_answer_goes_back_to_the_engine_that_prefilled_it(route: str, bench_o
     receiver.client.send(Withdraw(number=number_of("answer")))
     assert receiver.released("answer").code == "withdrawn"
     assert heard(sender) == KeptBy(sender=kept.sender, rendezvous="answer")
+
+
+def test_a_scheduler_is_told_how_much_of_a_prompt_an_engine_keeps(bench_of: Benches) -> None:
+    ports = [free_port(), free_port()]
+    page, none = ({"metrics": f"127.0.0.1:{port}"} for port in ports)
+    bench = bench_of(*SHAPES, engine=Hearing, d=page | {"kept_page": True}, p=none)
+    bench.works()
+    tokens = list(range(150))
+    given = PromptDigest(()).prefixes(tokens, 64, 4096)
+    assert given == prefixes_by_the_page(tokens) and len(given) == 2
+    keep(bench, prefixes=given)
+    heard(bench.sender)
+    other = b"x" * 20
+    for prefixes, kept in ((given, 128), (given[:1], 64), ((given[0], other), 64), ((*given, other), 128), ((), 0)):
+        code, told = asked(("127.0.0.1", ports[0]), "/kept?prefixes=" + b"".join(prefixes).hex())
+        assert (code, json.loads(told)) == (200, {"schema": 1, "prefix_tokens": 64, "tokens": kept})
+    assert '"tokens":0' in asked(("127.0.0.1", ports[0]), f"/kept?prefixes={other.hex()}")[1]
+    for wrong, text in (("ab", "got 2 digits, need 40 for each"), ("zz" * 20, "need hexadecimal digits")):
+        code, told = asked(("127.0.0.1", ports[0]), f"/kept?prefixes={wrong}")
+        assert code == 400 and text in told, told
+    assert asked(("127.0.0.1", ports[1]), "/kept")[0] == 404, "only if it is asked for"
+    bench.receiver.client.send(Withdraw(number=number_of("answer")))
+    heard(bench.sender)
+    assert '"tokens":0' in asked(("127.0.0.1", ports[0]), f"/kept?prefixes={given[0].hex()}")[1]
+
+
+def prefixes_by_the_page(tokens: list[int]) -> tuple[bytes, ...]:
+    """What docs/metrics.md says of them."""
+    digest, found = blake2b(digest_size=20), []
+    words = [b"tokens", b""]
+    for first in range(0, len(tokens) // 64 * 64, 64):
+        words += [b"prefix", b"".join(each.to_bytes(8, "little") for each in tokens[first : first + 64])]
+        for word in words:
+            digest.update(len(word).to_bytes(8, "little") + word)
+        found.append(digest.digest())
+        words = []
+    return tuple(found)
 
 
 @pytest.mark.parametrize("end", ["withdrawn", "held no longer", "other weights", "its engine leaves", "its agent ends"])
