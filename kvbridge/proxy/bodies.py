@@ -71,14 +71,16 @@ class ClientError(KVBridgeError):
 class PromptAsk:
     """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`.
 
-    `is_rest`: of an answer that another engine began. `is_kept`: that one keeps the KV of what the prompt ends with.
+    `answered`: so many of the prompt's last tokens are an answer that another engine began. `is_kept`: that one keeps
+    the KV of it. `has_limit`: the client named the most tokens.
     """
 
     path: str
     body: Body
     samples: int = 1
-    is_rest: bool = False
+    answered: int = 0
     is_kept: bool = False
+    has_limit: bool = False
 
     @property
     def is_stream(self) -> bool:

@@ -531,7 +531,7 @@ ALL_KINDS = tuple(Kind)
 
 def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
     """Those that take what was asked."""
-    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 or ask.is_rest else ALL_KINDS
+    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 or ask.answered else ALL_KINDS
 
 
 Prefilling = asyncio.Task[bytes | Failure]

@@ -112,9 +112,11 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
 
 def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
     """The decode leg after vLLM's prefill. If that offered no KV, the decode engine computes the prompt."""
-    body = _vllm_decode(ask)
-    if prefilled.params is not None:
-        body["kv_transfer_params"] = prefilled.params
+    body, params = _vllm_decode(ask), prefilled.params
+    if ask.answered:
+        params = (params or {}) | {"answered": ask.answered, "has_limit": ask.has_limit}
+    if params is not None:
+        body["kv_transfer_params"] = params
     return Leg(_vllm_path(ask), body)
 
 

@@ -117,10 +117,11 @@ class MovableAnswer:
         self._moved, self._is_moved = count, True
         prompt = self.prompt[:-1] + b"," + ",".join(map(str, self._tokens)).encode() + b"]"
         body = {name: value for name, value in self._ask.body.items() if name in GOES_ALONG and value is not None}
-        body |= {"prompt": msgspec.Raw(prompt), "max_tokens": self._left(count), "stream": True}
+        left = self._left(count)
+        body |= {"prompt": msgspec.Raw(prompt), "max_tokens": left, "stream": True, "return_token_ids": True}
         if type(least := self._ask.body.get("min_tokens")) is int and least > count:
             body["min_tokens"] = least - count
-        return PromptAsk(COMPLETIONS, body | {"return_token_ids": True}, is_rest=True, is_kept=is_kept)
+        return PromptAsk(COMPLETIONS, body, answered=count, is_kept=is_kept, has_limit=left is not None)
 
     def _cut(self) -> int:
         """How many tokens the client has the text of, 0 if that ends within one, or nobody knows."""

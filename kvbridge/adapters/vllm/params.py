@@ -17,6 +17,8 @@ WIRE_TEXT = 256  # characters that a `RendezvousId`, an `Address` or an `Attachm
 WEIGHTS = "remote_weights"
 FETCHED_BY = "fetched_by"  # which engine decodes what is prefilled in a room: vLLM unless it says GOES_ON
 GOES_ON = "sglang"  # continues after the whole prompt; vLLM computes the prompt's last token again
+ANSWERED = "answered"  # how many tokens of an answer other engines gave before: they are at the prompt's end
+HAS_LIMIT = "has_limit"  # beside that: its client named the most tokens
 AWAITS_KEPT = "awaits_kept"  # whether another engine is about to keep what this prompt begins with
 
 

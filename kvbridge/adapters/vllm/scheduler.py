@@ -63,6 +63,7 @@ from .rendezvous import (
     why_not_carried,
 )
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
+from .token_limits import TokenLimits
 from .versions import pcp_size, transfer_tables
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class SchedulerSide:
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
         self._weights = options.weights
+        self._limits = TokenLimits(config.model_config)
         self._is_paused = False
         self._compared: str | None = None  # the name of ours under which the log has said that others differ
         self.held = KeptBlocks()
@@ -329,6 +331,7 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         self._pressure.came(request.request_id, request.num_prompt_tokens)
+        self._limits.apply(request)
         self._classify(request)
 
     def _classify(self, request: Request) -> None:

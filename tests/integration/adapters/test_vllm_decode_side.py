@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -714,3 +715,34 @@ def test_answers_to_a_prompt_that_is_still_prefilled_share_one_fetch_and_give_ba
     assert [each.request for each in rest] == [each.request_id for each in requests[1:]]
     assert {(each.rendezvous, each.end_token, each.is_offered) for each in rest} == {(first.rendezvous, 0, False)}
     world.finish()
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "given", "has_limit", "most"),
+    [
+        ("auto", 50, None, False, 20),
+        ("auto", 50, None, True, 1000),  # vLLM's API server heeds the model's own only if the client names none
+        ("auto", 50, 40, False, 10),
+        ("auto", None, 40, True, 10),
+        ("vllm", 50, None, False, 1000),
+        ("the model's", 50, None, True, 20),
+        ("auto", 20, None, False, 1),
+        ("auto", None, None, False, 1000),
+    ],
+)
+def test_limits_of_the_model_count_what_other_engines_answered(
+    world: World, source: str, file: int | None, given: int | None, has_limit: bool, most: int
+) -> None:
+    model = world.config.model_config
+    model.generation_config = model.model if source == "the model's" else source
+    model.override_generation_config = {"max_new_tokens": given} if given else {}
+    written = {"max_new_tokens": file} if file else {}
+    (Path(model.model) / "generation_config.json").write_text(json.dumps(written))
+    request = world.decode(40, max_tokens=1000, answered=30, has_limit=has_limit)
+    assert request.max_tokens == most
+    assert not {"answered", "has_limit"} & request.kv_transfer_params.keys()
+    world.abort(request)
+    alone = world.request(40, max_tokens=1000, answered=30, has_limit=has_limit)
+    assert alone.max_tokens == most and alone.kv_transfer_params is None
+    for odd in (0, -3, True, "30", None, 1.5):
+        assert world.request(40, max_tokens=1000, answered=odd).max_tokens == 1000

@@ -92,9 +92,9 @@ def text_of(events: Sequence[dict[str, Any]]) -> str:
 
 def rest_of(answer: MovableAnswer) -> tuple[dict[str, Any], int]:
     rest = answer.rest()
-    assert rest.path == COMPLETIONS and rest.is_rest
     body = json.loads(encode(rest.body))
     count = len(body["prompt"]) - len(PROMPT)
+    assert (rest.path, rest.answered, rest.has_limit) == (COMPLETIONS, count, body["max_tokens"] is not None)
     assert body["prompt"] == [*PROMPT, *range(count)]
     return body, count
 
@@ -318,7 +318,8 @@ async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
         assert prefill["prompt"][:3] == PROMPT and prefill["max_tokens"] == 1
         path, body, _ = second.engine.got[0]
         assert path == COMPLETIONS and body["max_tokens"] == 40 - (len(body["prompt"]) - 3)
-        assert body["kv_transfer_params"]["do_remote_prefill"]
+        told = {"do_remote_prefill": True, "answered": len(body["prompt"]) - 3, "has_limit": True}
+        assert body["kv_transfer_params"].items() >= told.items()
         metrics = await w.metrics()
         assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
         assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
@@ -387,7 +388,9 @@ async def test_without_prefill_the_other_engine_computes_what_was_answered() -> 
         drain(w, first)
         second.allow(100)
         _, events = await task
-        assert answer_of(events) == WHOLE and "kv_transfer_params" not in second.engine.got[0][1]
+        assert answer_of(events) == WHOLE
+        body = second.engine.got[0][1]
+        assert body["kv_transfer_params"] == {"answered": len(body["prompt"]) - 3, "has_limit": True}
 
 
 @pytest.mark.parametrize("when", ["the other engine is asked", "the other engine is dead too", "before the cut"])
