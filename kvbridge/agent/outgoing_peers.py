@@ -48,6 +48,7 @@ class ReceiverEvents(Protocol):
     def is_wanted(self, address: str) -> bool: ...
     def refused(self, address: str, incarnation: str, key: str) -> None: ...
     def unreachable(self, address: str, code: str, reason: str) -> None: ...
+    def absent(self, address: str, since: float) -> None: ...
     def from_sender(self, incarnation: str, key: str, body: OfSender) -> None: ...
 
 
@@ -68,6 +69,7 @@ class OutgoingPeer:
     has_insisted: bool = False  # we have answered that there is no other
     opened: EngineMemoryId | None = None  # names its engine's memory while we have it mapped
     against_pull: str = ""  # why we cannot read its engine's memory ourselves
+    asked_at: float | None = None  # when the receiver last reached for it, until it is told that nobody is there
 
     def step(self, event: SessionEvent) -> None:
         self.state = SESSION_TABLE[self.state, event]
@@ -127,16 +129,19 @@ class OutgoingPeers:
     _without_lane: deque[str] = field(default_factory=deque, init=False)
 
     def reach(self, address: str) -> None:
-        """Make sure that the receiver hears `opened` or `unreachable` for this address."""
+        """Make sure that the receiver hears `opened` or `unreachable` for this address; before, perhaps `absent`."""
         dialled = self._at(address)
         if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
-            self._receiver.opened(address, dialled.session)
-        elif dialled is None:
+            return self._receiver.opened(address, dialled.session)
+        if dialled is None:
             try:
-                self._dial(address)
+                dialled = self._dial(address)
             except PeerError as error:
                 self._note_refusal(address, error.code, str(error))
-                self._unreachable(address, error.code, str(error))
+                return self._unreachable(address, error.code, str(error))
+        dialled.asked_at = self._clock()
+        if dialled.link.is_refused:
+            self.retried(dialled.link)
 
     def session_at(self, address: str) -> Session | None:
         """The session that is open with the agent at this address."""
@@ -165,6 +170,18 @@ class OutgoingPeers:
         """This link is up."""
         if (dialled := self._of(link)) is not None and dialled.state is SessionState.NEW:
             self.ask(link.address)
+
+    def retried(self, link: Link) -> None:
+        """This link found nobody, and is tried again: see whether its host refuses connections."""
+        if (dialled := self._of(link)) is not None and dialled.asked_at is not None:
+            self._control.look_if_refused(link, partial(self._absent, dialled, self._clock()))
+
+    def _absent(self, dialled: OutgoingPeer, since: float) -> None:
+        """Nobody listens where this link is to go; it was looked at `since`."""
+        if self._of(dialled.link) is dialled and not dialled.link.is_up:
+            if dialled.asked_at is not None and dialled.asked_at <= since:
+                dialled.asked_at = None
+            self._receiver.absent(dialled.address, since)
 
     def send(self, address: str, body: Body) -> None:
         if (dialled := self._at(address)) is not None:
@@ -351,15 +368,16 @@ class OutgoingPeers:
     def _names(self, address: str) -> list[str]:
         return [address, *(name for name, own in self._aliases.items() if own == address)]
 
-    def _dial(self, address: str) -> None:
+    def _dial(self, address: str) -> OutgoingPeer:
         """Raises PeerError."""
         if self._engine() is None:  # without one we cannot say Hello
             raise PeerError("not_attached", "no engine is attached to this agent")
         link = self._control.dial(address)
         self._serial += 1
-        self.sessions[address] = OutgoingPeer(address, link, self._serial)
+        dialled = self.sessions[address] = OutgoingPeer(address, link, self._serial)
         self._deadlines.set(address, self._clock() + self._connect_s)
         self.ask(address)
+        return dialled
 
     def _merge(self, dialled: OutgoingPeer, own: OutgoingPeer) -> None:
         """Make a dialled address, with all its names, another name of a session that we have."""

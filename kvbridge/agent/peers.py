@@ -38,7 +38,7 @@ from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written
 from ..routes.slots.slot_routes import Landing
 from ..states import SessionState
 from ..transport.control import Control
-from ..transport.link import Arrived, Link, Lost, Reached, Rejected
+from ..transport.link import Arrived, Link, Lost, Reached, Rejected, Retried
 from .doors import Doors
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeer, OutgoingPeers, described, route_of, verdict_of, warn_of_route
@@ -75,6 +75,8 @@ class Peers:
                 match event:
                     case Reached(link=link):
                         self.outgoing.reached(link)
+                    case Retried(link=link):
+                        self.outgoing.retried(link)
                     case Arrived(link=link, envelope=envelope):
                         self._take(tasks, link, envelope.sender, envelope.body)
                     case Lost(link=link, code=code, reason=reason):

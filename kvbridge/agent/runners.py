@@ -229,6 +229,9 @@ class ReceiverRunner(Runner):
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self.do(self.receiving.unreachable(address, code, reason, self._clock()))
 
+    def absent(self, address: str, since: float) -> None:
+        self.do(self.receiving.absent(address, since, self._clock()))
+
     def from_sender(self, incarnation: str, key: str, body: OfSender) -> None:
         _pass(HEARD, body)
         now, receiving = self._clock(), self.receiving

@@ -30,7 +30,7 @@ from ..options import AgentConfig
 from ..routes.choice import is_proved
 from ..routes.rate import is_slow, is_too_small
 from ..transport.control import Control
-from ..transport.link import Arrived, Link, Lost, Reached, Rejected, Settings
+from ..transport.link import Arrived, Link, Lost, Reached, Rejected, Retried, Settings
 from .entries import of_code
 from .finding import CheckOutcome, Finding, Subject, failed, not_here, ok, warning
 from .routes import nixl, why_not_here
@@ -235,7 +235,7 @@ async def _heard(control: Control, link: Link, engine: AttachedEngine) -> Welcom
                 raise OperatorError(code, reason)
             case Arrived(envelope=envelope) if isinstance(envelope.body, Welcome | Refuse):
                 return envelope.body
-            case Arrived() | Rejected():
+            case Arrived() | Rejected() | Retried():
                 pass
             case _:
                 assert_never(event)

@@ -420,9 +420,7 @@ class Receiver:
         if code in UNHEARD:
             self._note_empty_claims(address, now)
         affected = {wanted.want.number: wanted for wanted in [*waiting, *self._lose(address, now)]}
-        actions: list[Action] = [  # the rank may have moved: ask the other ranks
-            Ask(other) for other, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)
-        ]
+        actions = self._ask_others(address)
         for wanted in affected.values():
             if not can_begin_again(wanted, code):
                 actions += self._fail(wanted, code, reason, now)
@@ -431,6 +429,23 @@ class Receiver:
             else:
                 actions += self._begin_again(wanted, code, reason, now)
         return actions
+
+    def absent(self, address: str, since: float, now: float) -> list[Action]:
+        """The host of `address` refuses connections, as it was asked at `since`. An agent may be starting there.
+
+        But what was offered before is gone with the agent that had it: wants of that end. The others wait on.
+        """
+        reason = f"{address}: its host refuses the connection, so the agent to which this was offered is gone"
+        actions: list[Action] = []
+        for wanted in self._in(WantState.REACHING):
+            is_over = wanted.want.is_offered and wanted.started <= since
+            if is_over and address in self._senders.needed(wanted.want.sender):
+                actions += self._fail(wanted, "peer_unreachable", reason, now)
+        return actions + self._ask_others(address) if actions else []
+
+    def _ask_others(self, address: str) -> list[Action]:
+        """Ask the other ranks of its engine: the rank there may have moved."""
+        return [Ask(at) for at, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)]
 
     def _begin_again(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
         """Start the want again by another session, once nothing of this one is put into its blocks."""

@@ -29,7 +29,7 @@ from ..errors import OperatorError, PeerError
 from ..states import PeerLinkEvent
 from .endpoint import is_ipv6, name_in
 from .framed import Connection
-from .link import Arrived, Event, Link, Lost, Reached, Rejected, Settings
+from .link import Arrived, Event, Link, Lost, Reached, Rejected, Retried, Settings
 from .names import Names
 from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust
@@ -181,7 +181,7 @@ class Control:
             if name_in(endpoint):
                 self._look_up(link, endpoint)
             else:
-                port.socket.connect(endpoint)
+                port.connect(endpoint)
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
 
@@ -201,9 +201,17 @@ class Control:
                 self._lose(link, "peer_unreachable", f"{link.address}: its name has no address: {reason}")
             return
         try:
-            self._ports[link].socket.connect(f"tcp://{addresses[0]}:{endpoint.rpartition(':')[2]}")
+            self._ports[link].connect(f"tcp://{addresses[0]}:{endpoint.rpartition(':')[2]}")
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
+
+    def look_if_refused(self, link: Link, refused: Callable[[], None]) -> None:
+        """Have `refused` called if the host of a dialled link refuses connections: nobody listens there now.
+
+        A host that does not answer refuses nothing. Nothing is looked at while a look is under way.
+        """
+        if (port := self._ports.get(link)) is not None and not link.is_up:
+            port.look_if_refused(refused)
 
     async def events(self, arrived: Callable[[Link, str, Body], None] | None = None) -> AsyncIterator[Event]:
         """Events in order, for one reader at a time. Ends when the control closes.
@@ -470,6 +478,7 @@ class Control:
             link.failures += 1
         elif event == AGAIN:
             link.is_refused = True
+            self._tell(Retried(link))
 
     def _watched_router(self, event: int) -> None:
         # ZeroMQ does not say whose connection ended. Ping all, but less often than strangers come and go.

@@ -150,6 +150,12 @@ def name_in(endpoint: str) -> str:
     return "" if found is None or _address(found["host"].strip("[]")) is not None else found["host"]
 
 
+def numeric(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port` with an address for its host."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_ipv6(address: str) -> bool:
     return address.startswith("tcp://[")
 

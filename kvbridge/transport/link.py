@@ -148,6 +148,12 @@ class Reached(Value):
     link: Link
 
 
+class Retried(Value):
+    """A dialled link found nobody. It is tried again; `Control.look_if_refused` says more."""
+
+    link: Link
+
+
 class Arrived(Value):
     """A message for us from the link's incarnation. Control handles pings and pongs without an event."""
 
@@ -175,4 +181,4 @@ class Rejected(Value):
     text: str
 
 
-Event = Reached | Arrived | Lost | Rejected
+Event = Reached | Retried | Arrived | Lost | Rejected

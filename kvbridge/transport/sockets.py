@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import Callable, Iterator
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+from .endpoint import is_ipv6, numeric
 
 QUEUE_MESSAGES = 1000
 INCOMING_MESSAGES = 64  # queued of each caller while we do not read, each up to frame_bytes
@@ -27,7 +31,8 @@ WATCHED = UP | GONE | REFUSED | AGAIN
 class Port:
     """One socket and its monitor. Calls `on_ready` when there may be something to do, and `on_watch` with each event.
 
-    Takes three descriptors, and one more for its connection. Raises zmq.ZMQError if it cannot be made.
+    Takes three descriptors, one more for its connection, and one while it looks whether it is refused. Raises
+    zmq.ZMQError if it cannot be made.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Port:
         self._on_watch = on_watch
         self._is_closed = False
         self._is_woken = False
+        self._endpoint = ""  # where it connects to
+        self._end_look: Callable[[], None] | None = None
         try:
             _set_up(self.socket, frame_bytes, ipv6, silence_ms)
             self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(WATCHED)
@@ -57,6 +64,45 @@ class Port:
         self._loop.add_reader(self._fds[0], self._on_ready)
         self._loop.add_reader(self._fds[1], self.watch)
         self.watch()  # ZeroMQ signals a descriptor only after a read found nothing
+
+    def connect(self, endpoint: str) -> None:
+        """To an address, not a name. Raises zmq.ZMQError."""
+        self.socket.connect(endpoint)
+        self._endpoint = endpoint
+
+    def look_if_refused(self, refused: Callable[[], None]) -> None:
+        """Have `refused` called if the host of our endpoint refuses connections, which nobody listens for.
+
+        ZeroMQ says no more than that it tries again. So we connect ourselves, and hang up. One look at a time: another
+        is left out.
+        """
+        if not self._endpoint or self._end_look is not None:
+            return
+        family = socket.AF_INET6 if is_ipv6(self._endpoint) else socket.AF_INET
+        try:
+            calling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:  # out of descriptors
+            return
+
+        fd = calling.fileno()  # uvloop would keep the socket open for as long as it has it
+
+        def end() -> None:
+            self._end_look = None
+            late.cancel()
+            self._loop.remove_writer(fd)
+            calling.close()
+
+        def ended(error: int) -> None:
+            end()
+            if error == errno.ECONNREFUSED:
+                refused()
+
+        self._end_look = end
+        late = self._loop.call_later(CONNECT_MS / 1000, end)
+        if (error := calling.connect_ex(numeric(self._endpoint))) != errno.EINPROGRESS:
+            ended(error)
+        else:
+            self._loop.add_writer(fd, lambda: ended(calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))
 
     def send(self, frames: list[bytes]) -> None:
         """Raises zmq.Again if it cannot be queued now, EHOSTUNREACH if a ROUTER's peer is gone."""
@@ -95,6 +141,8 @@ class Port:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._end_look is not None:
+            self._end_look()
         for fd in self._fds:
             self._loop.remove_reader(fd)
         self.socket.disable_monitor()

@@ -392,6 +392,7 @@ class Decode(SimEngine):
             blocks=pieces if is_some else (),
             deadline_s=request.deadline_s,
             common=str(held.number),
+            is_offered=world.is_offered(request),
         )
         for rank in self.ranks:
             rank.rows.expect(
@@ -494,6 +495,8 @@ class Decode(SimEngine):
                     self._failed[name] = message.code
                     if message.code == "deadline":
                         self.world.waited(held)
+                    if message.code == "peer_unreachable" and "is gone" in message.reason:
+                        self.world.given_up(held)
                     if message.code == "digest_mismatch":
                         self.world.on_mismatch(name)
                 self.world.answered(self, rank, held)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 
-from kvbridge.transport.link import Arrived, Event, Lost, Numbered, Reached, Rejected
+from kvbridge.transport.link import Arrived, Event, Lost, Numbered, Reached, Rejected, Retried
 from kvbridge.transport.trust import Trust
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class SimLink(Numbered):
         self.is_dialled = is_dialled
         self.is_up = not is_dialled
         self.is_lost = False
+        self.is_refused = False  # a try found nobody
         self.is_heard = False  # the agent knows of it: it was dialled, or a message came over it
         self.peer: SimLink | None = None
         self.links = links
@@ -246,9 +247,19 @@ class AgentLinks:
             elif self.world.clock.now >= deadline:
                 link.lose("peer_unreachable")
             else:
+                link.is_refused = True
+                self.tell(Retried(link))  # type: ignore[arg-type]
                 self.process.loop.post(0.1, attempt)
 
         self.process.loop.post(self.world.quick(), attempt)
+
+    def look_if_refused(self, link: SimLink, refused: Callable[[], None]) -> None:
+        """The host of a process that has ended answers so, if the path lets it."""
+        other = self.world.process_at(link.address)
+        if other is None or not other.is_dead or link.is_up:
+            return
+        if not self.world.is_cut_off(self.process.name, other.name):
+            self.process.loop.post(self.world.quick(), refused)
 
     def drop(self, link: SimLink) -> None:
         self.open.remove(link)

@@ -227,8 +227,12 @@ class World:
 
     def at_address(self, address: str) -> Process | None:
         """The process that accepts connections at this address."""
-        process = self.processes.get(address.removeprefix("tcp://").partition(":")[0])
+        process = self.process_at(address)
         return None if process is None or process.is_dead or process.loop.is_frozen else process
+
+    def process_at(self, address: str) -> Process | None:
+        """The last process that was there."""
+        return self.processes.get(address.removeprefix("tcp://").partition(":")[0])
 
     def owner(self, fabric: str) -> Process | None:
         """The process that has the fabric of this name."""
@@ -380,6 +384,19 @@ class World:
         troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
         if late > SLACK_S and troubled < held.said_at:
             self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
+
+    def is_offered(self, request: SimRequest) -> bool:
+        """Whether all of a prompt is offered now, by the agents of all ranks."""
+        engine = self.engines[request.prefill]
+        held, agents = engine.held.get(request.name), [self.processes[rank.agent] for rank in engine.ranks]
+        if held is None or not held.is_ended:
+            return False
+        return all(not each.is_dead and held.number in each.sending.offers for each in agents)
+
+    def given_up(self, held: HeldBlocks) -> None:
+        """A want ended because the agent of its offer is gone. Check that it is."""
+        if self.is_offered(held.request):
+            self.foul(f"{held.request.name}: given up as gone, and it is offered")
 
     def waited(self, held: HeldBlocks) -> None:
         """A want waited until its deadline. Check that its offer had not ended long before, if there were no faults."""

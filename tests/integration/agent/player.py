@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -38,7 +39,7 @@ from tests.unit.exchange.world import World
 class Wire:
     """One end of a link to another agent. It keeps what was sent."""
 
-    version, is_lost, is_up, sends_by_pipe = 1, False, True, False
+    version, is_lost, is_up, is_refused, sends_by_pipe = 1, False, True, False, False
 
     def __init__(self, address: str, key: str = "", peer_incarnation: str = "", *, is_dialled: bool = False) -> None:
         self.address, self.key, self.peer_incarnation, self.is_dialled = address, key, peer_incarnation, is_dialled
@@ -90,6 +91,8 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
+        self.gone: list[tuple[str, float]] = []
+        self.looks: list[Callable[[], None]] = []
         self.reasons: list[str] = []  # of those in `over`
         self.peers = joined(self, self, 0.2)
 
@@ -116,6 +119,9 @@ class Player:
     def dial(self, address: str) -> Wire:
         return self.wires.setdefault(address, Wire(address, is_dialled=True))
 
+    def look_if_refused(self, link: Wire, refused: Callable[[], None]) -> None:
+        self.looks.append(refused)
+
     async def stage(self) -> None: ...
 
     async def connect(self, landing: Landing) -> Connected:
@@ -140,6 +146,9 @@ class Player:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self.over.append((address, code))
         self.reasons.append(reason)
+
+    def absent(self, address: str, since: float) -> None:
+        self.gone.append((address, since))
 
     def from_receiver(self, session: Session, body: Any) -> None:
         self.heard.append((session.peer.incarnation, body))

@@ -17,6 +17,7 @@ from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Attached, Done, Failed, NoOffer
 
 from kvbridge.failpoints import VARIABLE
+from kvbridge.loopback.engine import RequestRejected
 from testing.agents import OracleEngine, agent, attached
 from testing.oracle import Shape, build
 from testing.pairs import Bench, Benches
@@ -122,6 +123,26 @@ def test_a_prefill_side_that_was_replaced_is_said_to_have_started_later(
     bench.receiver.want("late", address, [1], range(16), rendezvous="call/0", **TOLD | told)
     reason = bench.receiver.failed("late", "started_after_it_was_offered", SOON_S)
     assert told["offered_to"] in reason and address in reason
+
+
+@pytest.mark.parametrize("is_met", [True, False], ids=["with a session", "without"])
+def test_what_a_dead_agent_had_offered_is_not_waited_for_and_what_its_successor_may_offer_is(
+    is_met: bool, bench_of: Benches
+) -> None:
+    bench = bench_of(p={"listen": (address := free_address())}, d={"connect_s": 600})
+    if is_met:
+        bench.works()
+    offered(bench)
+    bench.sender.agent.kill()
+    bench.sender.agent.process.wait(60)
+    wait_for(lambda: not bench.receiver.agent.status.peers)
+    waits: dict[str, Any] = {"rendezvous": "call/1", "deadline_s": DEADLINE_S}
+    bench.receiver.want("to come", address, [1], range(16), **waits)
+    for block, name in ((2, "offered"), (3, "while its address is tried")):
+        bench.receiver.want(name, address, [block], range(16), rendezvous="call/0", **TOLD)
+        assert "refuses" in bench.receiver.failed(name, "peer_unreachable", SOON_S)
+    with pytest.raises(RequestRejected, match="no answer"):
+        bench.receiver.answer("to come", 0.5)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["the want came before", "the want comes after"])

@@ -351,3 +351,24 @@ def test_an_agent_raises_its_soft_limit_to_the_hard_one(tmp_path: Path) -> None:
         (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
         assert line.split()[3:5] == ["512", "512"]
         assert "enough for 16 peers each way" in running.text()
+
+
+async def test_who_is_refused_is_said_to_be_absent_once_to_those_who_asked_before(receiver: Player) -> None:
+    outgoing, wire = receiver.peers.outgoing, receiver.reach("P0")
+    wire.is_up, wire.is_refused = False, True
+    outgoing.retried(wire)
+    receiver.reach("P0")  # another want, while the answer is on its way
+    first, second = receiver.looks
+    first()
+    outgoing.retried(wire)
+    second()
+    assert [address for address, _ in receiver.gone] == ["P0", "P0"] and receiver.gone[0] < receiver.gone[1]
+    outgoing.retried(wire)
+    assert len(receiver.looks) == 3, "the second look began as its want came, and knows no better than it"
+    receiver.looks.pop()()
+    outgoing.retried(wire)
+    assert len(receiver.looks) == 2 and len(receiver.gone) == 3, "nobody has asked since"
+    receiver.reach("P0")
+    wire.is_up = True
+    receiver.looks.pop()()
+    assert len(receiver.gone) == 3 and not receiver.over

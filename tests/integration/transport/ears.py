@@ -14,7 +14,7 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.link import Event, Link, Lost, Reached, Settings
+from kvbridge.transport.link import Event, Link, Lost, Reached, Retried, Settings
 from kvbridge.transport.trust import Trust
 from testing.nursery import PipedChild
 
@@ -34,7 +34,7 @@ class Ear:
     async def next(self, within_s: float = 60.0) -> Event:
         async with asyncio.timeout(within_s):
             async for event in self._control.events():
-                if not isinstance(event, Reached):
+                if not isinstance(event, Reached | Retried):
                     return event
         raise AssertionError("the control closed")
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refu
 from demo.processes import free_port
 from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
-from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Settings
+from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Retried, Settings
 from testing.proc import descriptors
 from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two
 
@@ -108,6 +109,45 @@ async def test_nobody_at_the_address_is_unreachable_within_the_deadline() -> Non
         assert link.send(cancel("t"))
         await Ear(receiver).loses("peer_unreachable", link)
         assert not link.send(cancel("dropped")) and receiver.links == []
+
+
+async def refusals_seen(control: Control, address: str, looks: int) -> int:
+    """How many of so many looks, each after a try that found nobody, say that this address refuses connections."""
+    refusals: list[Link] = []
+    link = control.dial(address)
+    async with asyncio.timeout(60):
+        async for event in control.events():
+            assert isinstance(event, Retried)
+            if event.link is not link:
+                continue
+            while control._ports[link]._end_look is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if not looks:
+                break
+            control.look_if_refused(link, lambda: refusals.append(link))
+            looks -= 1
+    return len(refusals)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+async def test_a_host_that_refuses_is_told_from_one_that_is_silent(host: str) -> None:
+    """As is that whose packets are lost: a listener that takes no more connections drops those that come."""
+    before = descriptors()
+    async with Control("receiver", settings=Settings(connect_s=600.0)) as receiver:
+        assert await refusals_seen(receiver, f"tcp://{host}:{free_port()}", 2) == 2
+        with contextlib.ExitStack() as stack:
+            family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+            listening = stack.enter_context(socket.socket(family))
+            listening.bind((host.strip("[]"), 0))
+            listening.listen(0)
+            for _ in range(4):
+                calling = stack.enter_context(socket.socket(family))
+                calling.setblocking(False)
+                calling.connect_ex(listening.getsockname())
+            assert await refusals_seen(receiver, f"tcp://{host}:{listening.getsockname()[1]}", 1) == 0
+        for link in receiver.links:
+            receiver.look_if_refused(link, lambda: None)
+    assert descriptors() == before
 
 
 async def test_a_killed_peer_is_lost_soon_on_the_listening_side_and_no_other_link_with_it() -> None:

@@ -212,3 +212,24 @@ def test_a_rank_that_its_engine_has_not_named_is_missed_at_the_deadline() -> Non
     world.pass_time(50)
     answer = world.failure()
     assert answer.code == "deadline" and "1 of 2 ranks, for its engine has told P0 of 1 only" in answer.reason
+
+
+@pytest.mark.proves("G16")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_dead_agent_had_offered_is_not_waited_for_and_what_its_successor_may_offer_is(ranks: int) -> None:
+    """The last rank's host refuses connections, as it was asked at 1.0."""
+    world = World(senders=ranks)
+    receiver, last = world.receivers[0], world.senders[-1]
+    world.begin("before")
+    world.lose_link(receiver, last)
+    last.is_dead = True
+    world.hold = {"hello"}
+    for request, now, is_offered in (("offered", 0.0, True), ("to come", 0.0, False), ("later", 2.0, True)):
+        world.now = now
+        world.want(request, 64, is_offered=is_offered)
+    world.do(receiver, receiver.receiving.absent("another", 1.0, world.now))
+    assert world.answers().keys() == {"before"}
+    world.do(receiver, receiver.receiving.absent(last.name, 1.0, world.now))
+    assert world.answers().keys() == {"before", "offered"}
+    failure = world.failure("offered")
+    assert failure.code == "peer_unreachable" and last.name in failure.reason and "is gone" in failure.reason

@@ -265,10 +265,11 @@ def _lost_leaves_no_quarantine(right: Any, self: Receiver, incoming: Any, now: f
 
 
 @around(OutgoingPeers, "_dial")
-def _half_a_session(right: Any, self: OutgoingPeers, address: str) -> None:
+def _half_a_session(right: Any, self: OutgoingPeers, address: str) -> OutgoingPeer:
     self._serial += 1
-    self.sessions[address] = OutgoingPeer(address, self._control.dial(address), self._serial)
+    dialled = self.sessions[address] = OutgoingPeer(address, self._control.dial(address), self._serial)
     self.ask(address)
+    return dialled
 
 
 @around(OutgoingPeers, "_end")
