@@ -290,9 +290,26 @@ def test_what_is_no_check_is_refused_with_the_nearest_name() -> None:
     assert told.returncode == 2 and "did you mean route-nixl?" in told.stderr
 
 
+def test_a_neighbour_without_an_answer_is_told_so_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbour, "NEIGHBOUR_ANSWER_S", 0.01)
+    with pytest.raises(OperatorError, match="nixl: no answer"):
+        neighbour.told("nixl", "lo")
+    with pytest.raises(OperatorError, match="lend: no answer"), neighbour.exporter("lend"):
+        pass
+
+
 # Another agent:
 
+PATIENT_S = 200.0  # with whoever will answer, however busy the machine is
 
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbour, "NEIGHBOUR_ANSWER_S", PATIENT_S)
+    monkeypatch.setattr(peer, "PEER_ANSWER_S", PATIENT_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_apart(tmp_path: Path) -> None:
     key = tmp_path / "fleet.key"
     write_pair(key)
@@ -330,26 +347,27 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
         stranger, known = tmp_path / "stranger.key", tmp_path / "known"
         known.write_text(f"other {address.partition('#')[2]}\nus {write_pair(stranger)}\n")
         assert "key_refused" in look(tmp_path, address, stranger, peers=known).text
-        other_key = look(tmp_path, address.partition("#")[0], stranger)
+        other_key = look(tmp_path, address.partition("#")[0], stranger, connect_s=1)
         assert "peer_unreachable" in other_key.text and "another key than the address says" in other_key.remedy
         other.process.send_signal(signal.SIGSTOP)
-        stopped = look(tmp_path, address, key)
+        stopped = look(tmp_path, address, key, connect_s=1)
         assert "its port takes connections" in stopped.text and "may be stopped" in stopped.remedy, stopped
         other.process.send_signal(signal.SIGCONT)
         engine.close()
-    gone = look(tmp_path, address, key)
+    gone = look(tmp_path, address, key, connect_s=1)
     assert gone.outcome is CheckOutcome.FAILED and "peer_unreachable" in gone.text and "takes" not in gone.text
     assert "peer_not_allowed" in look(tmp_path, "tcp://192.0.2.1:7700", key).text
 
 
 def look(folder: Path, address: str, key: Path, prove_route: bool = False, **options: object) -> Finding:
-    return peer.peer(subject(folder, address, prove_route, key=key, connect_s=1, **options))
+    return peer.peer(subject(folder, address, prove_route, **{"key": key, "connect_s": PATIENT_S} | options))
 
 
 def free_slots(running: AgentProcess) -> tuple[int, int]:
     return running.status.receive_slots.free, running.status.send_slots.free
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_peer_that_allows_only_pull_has_not_failed_and_makes_no_slots(tmp_path: Path) -> None:
     key = tmp_path / "fleet.key"
     write_pair(key)
