@@ -118,7 +118,8 @@ LOOKS_RARELY = {("kvbridge/adapters/sglang/manager.py", "RANKS_S"): 5}
 NO_TIMEOUTS = {
     "kernels/kvbridge_kernels/tiling.py": {"LEAST_GB_S"},
     "kvbridge/adapters/sglang/manager.py": {"TURN_S", "IDLE_REST_S"},
-    "kvbridge/adapters/vllm/scheduler.py": {"EMPTY_STEP_REST_S", "LONG_REST_S", "SHORT_WARN_S"},
+    "kvbridge/adapters/vllm/scheduler.py": {"SHORT_WARN_S"},
+    "kvbridge/adapters/vllm/step.py": {"EMPTY_STEP_REST_S", "LONG_REST_S"},
     "kvbridge/agent/daemon.py": {"SWITCH_S"},
     "kvbridge/agent/logs.py": {"WINDOW_S"},
     "kvbridge/agent/metrics.py": {"WARN_SOON_S", "WARN_EVERY_S"},

@@ -63,7 +63,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[RankKey, KVConnectorHandshakeMetadata]) -> None:
         addresses = {rank: said for rank, said in metadata.items() if isinstance(said, AgentAddress)}
-        self.scheduler.agents_at_start(addresses)
+        self.scheduler.agents_are(addresses)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler.bind_pool(gpu_block_pool)

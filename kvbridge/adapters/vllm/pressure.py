@@ -6,7 +6,7 @@ While other requests wait for blocks, agents are asked to release the oldest pro
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -25,14 +25,16 @@ EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it
 EASE_PAUSE_S = 1.0  # from the start of one such wait to the next
 
 
-class KeptBlocks:
+class OfferedBlocks:
     """The blocks of requests that are over, kept for others to fetch, by request; and those that are pinned.
 
     Where vLLM clears blocks that a request gets, it does so before we can wait for who still reads them. So blocks that
-    are read meanwhile are pinned: they stay used, even if their request is preempted.
+    are read meanwhile are pinned (`pins`): they stay used, even if their request is preempted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pins: bool = False) -> None:
+        self.pins = pins
+        self._unpins: deque[list[int]] = deque()  # offers withdrawn in each step that is not over, oldest first
         self._pool: BlockPool | None = None
         self._of: dict[str, tuple[int, ...]] = {}
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the number of their offer
@@ -68,6 +70,23 @@ class KeptBlocks:
         if (blocks := self._pinned.pop(number, None)) is not None and self._pool is not None:
             self._pool.free_blocks(blocks)
 
+    @property
+    def is_unpinning(self) -> bool:
+        """Whether blocks will be free in a step or two."""
+        return any(self._unpins)
+
+    def step_begins(self) -> None:
+        self._unpins.append([])
+
+    def withdrawn(self, number: int) -> None:
+        """This offer, in the step that began last."""
+        self._unpins[-1].append(number)
+
+    def step_is_over(self) -> None:
+        """The workers have waited for who read them."""
+        for number in self._unpins.popleft() if self._unpins else ():
+            self.unpin(number)
+
     @contextmanager
     def counted_as_free(self) -> Iterator[None]:
         """While vLLM resets its prefix cache: it refuses that while a block is used by anybody.
@@ -99,7 +118,7 @@ class Pressure:
     `free_blocks` asks vLLM's pool. `limits` has its scheduler's `max_num_batched_tokens` and `max_num_seqs`.
     """
 
-    def __init__(self, tables: GroupTables, limits: Any, kept: KeptBlocks) -> None:
+    def __init__(self, tables: GroupTables, limits: Any, kept: OfferedBlocks) -> None:
         self.free_blocks: Callable[[], int] | None = None
         self._tables = tables
         self._limits = limits

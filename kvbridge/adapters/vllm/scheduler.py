@@ -19,11 +19,10 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvbridge_proto.common import PREFIX_TOKENS, Rank
+from kvbridge_proto.common import PREFIX_TOKENS
 from kvbridge_proto.engine import (
     Abandon,
     Computed,
-    Directory,
     Expect,
     NoOffer,
     Offer,
@@ -47,7 +46,7 @@ from .block_tables import GroupTables
 from .fetches import Fetch, Fetches
 from .options import VLLMOptions
 from .params import AWAITS_KEPT, FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
-from .pressure import KeptBlocks, Pressure
+from .pressure import OfferedBlocks, Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
     has_media_hashes,
@@ -62,7 +61,8 @@ from .rendezvous import (
     wanted_rendezvous,
     why_not_carried,
 )
-from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
+from .roll_call import RollCall
+from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey, Rest
 from .token_limits import TokenLimits
 from .versions import pcp_size, transfer_tables
 
@@ -80,24 +80,6 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.scheduler")
 log.addFilter(OneLine())
 
-# vLLM steps about a thousand times a second while a request waits for its KV or its blocks are held. With tensor
-# parallelism its processes spin in and between those steps: two ranks kept both cores of a machine busy and starved
-# the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents: one rank
-# then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all. Where a prompt is being fetched and
-# no batch is in flight, they wait from the first step on: vLLM sleeps 1 ms after every empty step, and its scheduler
-# learns of rows one step after the worker does, so each step until they are there costs the first token 1.3 ms.
-# A request that comes meanwhile waits for what is left of that: of two steps at most, with async scheduling.
-EMPTY_STEP_REST_S = 0.004
-REST_AFTER_STEPS = 6
-LONG_REST_S = 0.010
-LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
-
-# Workers report only in steps, and an idle engine makes none: after this long their last word on their agents is old.
-KNOWN_S = 1.0
-GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and the link attaches without a step
-ROLL_CALL_S = 1.0  # how long a request waits for a new report
-# An answer that another engine keeps may be heard of milliseconds before its next turn comes to an idle engine.
-KEPT_KNOWN_S = 0.005
 # How long a request that goes on from another engine (AWAITS_KEPT) waits to hear that its KV is kept there: a step of
 # that engine, which is busy, and of ours.
 AWAITS_KEPT_S = 1.0
@@ -183,22 +165,18 @@ class SchedulerSide:
         self._limits = TokenLimits(config.model_config)
         self._is_paused = False
         self._compared: str | None = None  # the name of ours under which the log has said that others differ
-        self.held = KeptBlocks()
+        self.held = OfferedBlocks(pins=getattr(cache, "needs_kv_cache_zeroing", False))
         self._tables = GroupTables.of(cache, parallel)
-        self._pins = getattr(cache, "needs_kv_cache_zeroing", False)
-        self._unpins: deque[list[int]] = deque()  # offers withdrawn in each step that is not over, oldest first
         self._has_media_hashes = has_media_hashes(config)
         if not self._has_media_hashes:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
         self._numbers = numbers()
-        self._agents: dict[RankKey, AgentAddress] = {}
-        self._has_agents = False  # all ranks do: if one has none, we neither offer nor want
+        self._agents = RollCall(self._tp_size * self._pp_size, clock)
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._kept = KeptPrefixes()
-        self._has_heard_kept = False
         self._looked_up: set[str] = set()  # requests that fetch no more of what others keep
         self._outdated: set[str] = set()  # requests that had begun when the weights changed: their rows are of both
         self._came: list[str] = []  # requests of which we know since the last step what to fetch
@@ -216,36 +194,15 @@ class SchedulerSide:
         self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
         self._step = ConnectorStep()
         self._clock = clock
-        self._has_workers = False  # whether any has ever reported: vLLM's tests of the scheduler have none
-        self._known_at = clock()  # when the workers' last report on their agents was known to hold
-        self._asked_at: float | None = None  # when they were asked to report again
-        self._was_answered = False  # since the last step: what waited for the answer need not ask again
-        self._empty_steps = 0
-        self._is_used = False
-        # Whether each step in flight computes (pipeline, async scheduling), oldest first.
-        self._in_flight: deque[bool] = deque(maxlen=config.max_concurrent_batches)
-        # With data parallelism no replica may rest: the others wait for it.
-        self._may_rest = parallel.data_parallel_size == 1
+        self._rest = Rest(parallel.data_parallel_size == 1, deque(maxlen=config.max_concurrent_batches))
 
     # Agents:
 
-    def agents_at_start(self, addresses: dict[RankKey, AgentAddress]) -> None:
-        self._has_workers = True
-        self._agents_are(addresses)
-
-    def _agents_are(self, changed: dict[RankKey, AgentAddress]) -> None:
-        before, self._agents = self._agents, self._agents | changed
-        is_all = len(self._agents) == self._tp_size * self._pp_size
-        self._has_agents = is_all and all(agent.address for agent in self._agents.values())
-        if self._agents != before:
+    def agents_are(self, addresses: dict[RankKey, AgentAddress]) -> None:
+        if self._agents.are(addresses):
             self._kept.clear()  # a new agent is told again
-        if self._agents == before or not self._has_agents:
-            return
-        ranks = (
-            Rank(tp_rank=tp_rank, pp_rank=pp_rank, address=agent.address)
-            for (pp_rank, tp_rank), agent in sorted(self._agents.items(), key=lambda each: each[0])
-        )
-        self._step.before.append(Directory(ranks=tuple(ranks)))
+            if self._agents.is_all:
+                self._step.before.append(self._agents.directory())
 
     @property
     def has_messages(self) -> bool:
@@ -275,7 +232,7 @@ class SchedulerSide:
     def _is_unpinning(self) -> bool:
         """Whether pinned blocks will be free in a step or two: preempting more requests would not help."""
         gone = (each for each in self._sending.values() if each.request.status == RequestStatus.PREEMPTED)
-        return self._pins and (any(self._unpins) or any(each.is_whole for each in gone))
+        return self.held.pins and (self.held.is_unpinning or any(each.is_whole for each in gone))
 
     # Weights:
 
@@ -523,25 +480,6 @@ class SchedulerSide:
         offer = self._nothing(rendezvous_id, request)
         self._step.before += [offer, Withdraw(number=offer.number, reason=reason)]
 
-    def _is_asking(self) -> bool:
-        """Whether requests wait for the workers to report whether their agents are here. The next step asks them.
-
-        So the first request after a rest is waiting, not running, after its first `schedule()`, and costs one empty
-        step. It must wait. An engine at rest makes no steps, so an agent may meanwhile have died, come back or been
-        replaced. What the workers report of a step reaches us after its requests have finished
-        (`update_connector_output` follows `request_finished`), which is too late for a prompt of one step: its answer
-        would name an agent that is gone, or none. And a want said to no agent is a failed receive, which vLLM's policy
-        may turn into a failed request. A request within KNOWN_S of the last step does not wait, nor one of a scheduler
-        to which no worker ever spoke.
-        """
-        now = self._clock()
-        known_s = KEPT_KNOWN_S if self._has_heard_kept and not self._was_answered else KNOWN_S
-        if self._asked_at is None and now - self._known_at > (known_s if self._has_agents else GONE_KNOWN_S):
-            self._asked_at, self._step.is_roll_call = now, True
-        if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
-            self._asked_at, self._known_at = None, now
-        return self._has_workers and self._asked_at is not None
-
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
@@ -551,9 +489,10 @@ class SchedulerSide:
         modules, each looks one token further, so as many tokens are computed again.
         """
         receiving = self._receiving.get(request.request_id)
-        may_fetch = receiving is not None or request.request_id in self._sending or self._has_heard_kept
-        if may_fetch and self._is_asking():
-            return None, False
+        if receiving is not None or request.request_id in self._sending or self._agents.has_heard_kept:
+            self._step.is_roll_call |= self._agents.is_due()
+            if self._agents.is_asking:
+                return None, False
         if receiving is None and self._awaits_kept(request, computed):
             return None, False
         if receiving is None:
@@ -561,7 +500,7 @@ class SchedulerSide:
         if receiving is None:
             return 0, False
         receiving.first_token, receiving.joins = computed, False
-        if not self._has_agents:
+        if not self._agents.is_all:
             return 0, False
         count = request.num_prompt_tokens - self._last_tokens - computed
         if receiving.kept_tokens:
@@ -595,7 +534,7 @@ class SchedulerSide:
         if sending is None or request.request_id in self._looked_up or self._clock() >= sending.awaits_until:
             return False
         most = (request.num_prompt_tokens - self._last_tokens) // PREFIX_TOKENS * PREFIX_TOKENS
-        if self._weights == UNNAMED or not self._has_agents or computed + PREFIX_TOKENS > most:
+        if self._weights == UNNAMED or not self._agents.is_all or computed + PREFIX_TOKENS > most:
             return False
         found = self._find_kept(request)
         return found is None or found.tokens < most
@@ -644,7 +583,7 @@ class SchedulerSide:
             self._step.before.append(want)
             if receiving.is_late:
                 self._compute(request, "already_fetched")
-            elif not self._has_agents:
+            elif not self._agents.is_all:
                 self._compute(request, "agent_missing")
             return
         if (sending := self._sending.get(request.request_id)) is not None:
@@ -693,7 +632,7 @@ class SchedulerSide:
         if sending is None and may_keep and (number := self._keep(request, tables)):
             self._hold(request_id, number, tables)
             return True, None
-        if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):
+        if sending is None or not (sending.number or (self._agents.is_all and sending.weights == UNNAMED)):
             return False, None
         params = None  # without an offer they only say why: that the weights have no name
         is_told = sending.is_named or self._options.untagged_params
@@ -729,7 +668,7 @@ class SchedulerSide:
             return 0
         if not request.num_output_tokens:  # its prompt may not have come
             return 0
-        if not (self._tables.keeps_all and self._has_agents and self._weights != UNNAMED) or self._is_paused:
+        if not (self._tables.keeps_all and self._agents.is_all and self._weights != UNNAMED) or self._is_paused:
             return 0
         # After a preemption not all of it may be computed again.
         tokens = min(request.num_tokens - self._last_tokens, request.num_computed_tokens)
@@ -753,7 +692,7 @@ class SchedulerSide:
         return offer.number
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
-        first = self._agents.get((0, 0), AgentAddress())
+        first = self._agents.first
         agent = urlsplit(first.address)
         given = {"remote_key": agent.fragment, "bootstrap_room": sending.room, "remote_attachment": first.attachment}
         return {
@@ -773,8 +712,8 @@ class SchedulerSide:
     # A step:
 
     def next_step(self, output: SchedulerOutput) -> ConnectorStep:
-        self._was_answered = False
-        self._unpins.append([])
+        self._agents.step_begins()
+        self.held.step_begins()
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
         self._follow(output)
@@ -788,12 +727,8 @@ class SchedulerSide:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._computes(sending, sending.request.num_computed_tokens, count - drafts, drafts)
         step, self._step = self._step, ConnectorStep()
-        is_computing = output.total_num_scheduled_tokens > 0
-        step.is_used = self._is_used = self._is_used or is_computing
-        self._empty_steps = 0 if is_computing else self._empty_steps + 1
-        self._in_flight.append(is_computing)
-        if self._may_rest and not any(self._in_flight) and (self._fetches or self._empty_steps > REST_AFTER_STEPS):
-            step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else EMPTY_STEP_REST_S
+        step.rest_s = self._rest.begins(output.total_num_scheduled_tokens > 0, is_fetching=bool(self._fetches))
+        step.is_used = self._rest.is_used
         return step
 
     def _expect_queued(self) -> None:
@@ -847,7 +782,7 @@ class SchedulerSide:
         if sending is None or not sending.number:
             return
         self._step.before.append(Withdraw(number=sending.number, reason="preempted", comes_again=True))
-        self._unpins[-1].append(sending.number)
+        self.held.withdrawn(sending.number)
         sending.number, sending.tokens, sending.blocks = 0, 0, []
         sending.was_preempted = True
 
@@ -856,7 +791,7 @@ class SchedulerSide:
         if (lacking := self._lacking(sending, computed, count, drafts)) and not sending.lacking:
             log.info("%s: not offered whole: %s", message_name(sending.request.request_id), lacking)
         sending.lacking = lacking
-        if self._has_agents and not lacking and sending.weights != UNNAMED:
+        if self._agents.is_all and not lacking and sending.weights != UNNAMED:
             self._offer(sending, min(computed + count, sending.request.num_prompt_tokens))
 
     def _offer(self, sending: PromptOffered, tokens: int) -> None:
@@ -868,7 +803,7 @@ class SchedulerSide:
             sending.number = next(self._numbers)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
-        if sending.is_whole and self._pins:  # part of a prompt is no use, whatever was read of it
+        if sending.is_whole and self.held.pins:  # part of a prompt is no use, whatever was read of it
             whole = self._tables.offered(sending.tables, [0] * len(sending.tables), tokens, sending.end)
             self.held.pin(sending.number, whole)
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
@@ -902,13 +837,10 @@ class SchedulerSide:
         return ""
 
     def step_over(self) -> None:
-        """The workers have reported for this step. If they said nothing of an agent, nothing has changed."""
-        if self._in_flight:
-            self._in_flight.popleft()
-        for number in self._unpins.popleft() if self._unpins else ():
-            self.held.unpin(number)  # the workers have waited for who read them
-        if self._asked_at is None:
-            self._known_at = self._clock()
+        """The workers have reported for this step."""
+        self._rest.step_is_over()
+        self.held.step_is_over()
+        self._agents.step_is_over()
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
@@ -923,14 +855,12 @@ class SchedulerSide:
             self.held.free(request_id)
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
-            self._has_workers = True
-            self._agents_are(said.addresses)
+            self.agents_are(said.addresses)
             for kept in said.kept:
-                self._has_heard_kept = True
+                self._agents.has_heard_kept = True
                 self._kept.heard(kept)
-            if len(said.addresses) == self._tp_size * self._pp_size:
-                self._was_answered |= self._asked_at is not None
-                self._asked_at, self._known_at = None, self._clock()
+            if len(said.addresses) == self._agents.ranks:
+                self._agents.answered()
 
 
 def _traceparent(request: Request) -> str:

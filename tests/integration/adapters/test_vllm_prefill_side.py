@@ -14,7 +14,7 @@ from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import Directory, Offer, Released, Want, Withdraw
 
 from kvbridge.adapters.engine.conversation import COMPUTING_S
-from kvbridge.adapters.vllm import scheduler
+from kvbridge.adapters.vllm import roll_call
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
 from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent
@@ -217,7 +217,7 @@ def test_the_first_request_after_a_loss_asks_whether_the_agent_has_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the workers said last was that it is gone. That may be old at once, however long they are believed else."""
-    monkeypatch.setattr(scheduler, "KNOWN_S", 1000.0)
+    monkeypatch.setattr(roll_call, "KNOWN_S", 1000.0)
     world = World(tmp_path).ready()
     (agent,) = world.agents
     agent.die()

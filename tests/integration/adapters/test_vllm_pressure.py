@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
-from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, KeptBlocks, Pressure
+from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, OfferedBlocks, Pressure
 
 pytestmark = pytest.mark.proves("G17")
 
@@ -20,7 +20,7 @@ def limits(at_once: int = 16) -> SimpleNamespace:
 
 def pressure(free: int, at_once: int = 16) -> Pressure:
     """What is done and not fetched holds blocks."""
-    made = Pressure(TABLES, limits(at_once), kept := KeptBlocks())
+    made = Pressure(TABLES, limits(at_once), kept := OfferedBlocks())
     made.free_blocks = lambda: free
     kept.hold("done", range(1, 11))
     return made

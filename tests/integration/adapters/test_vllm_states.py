@@ -498,9 +498,9 @@ def test_a_prompt_whose_first_step_is_one_token_is_not_offered_if_vllm_does_not_
         if others:
             one.request(others, max_tokens=1)
         request = one.prefill(prompt=prompt, **more)
-        one.connector.scheduler._has_agents = has_agents
+        one.connector.scheduler._agents.is_all = has_agents
         one.step()
-        one.connector.scheduler._has_agents = True
+        one.connector.scheduler._agents.is_all = True
         one.steps(6)
         assert request.is_finished()
         last, why = one.agent.take(Offer)[-1], [each.reason for each in one.agent.take(Withdraw)]

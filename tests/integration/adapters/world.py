@@ -155,7 +155,7 @@ class World:
 
     def _knows_agents(self) -> bool:
         self.step()
-        return bool(self.connector.scheduler._has_agents)
+        return bool(self.connector.scheduler._agents.is_all)
 
     def request(
         self,
@@ -298,7 +298,7 @@ class World:
         assert not ours._sending and not ours._receiving and not ours._unfetched
         assert not ours._fetches and not any(each.waiting for each in ours._fetches._of_prompt.values())
         assert not ours._pressure._tokens and not ours._pressure._queue and not ours.held
-        assert not ours.held._pinned and not any(ours._unpins)
+        assert not ours.held._pinned and not ours.held.is_unpinning
         for worker in self.workers:
             assert not worker.worker._receives and not worker.worker._sends and not any(worker.worker._joined.values())
             conversation = worker.worker._conversation
