@@ -41,15 +41,15 @@ from ..engine.conversation import Conversation, Ended
 from ..engine.memory import Memory
 from ..engine.names import UNNAMED, model_name, weights_name
 from . import drafts, foreign, states
-from .answers import ANSWERS, AnswerPages, why_none
 from .building import TESTED, building
+from .held_pages import HELD, HeldPages, why_none
+from .kept_fetches import KeptFetches
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prefixes, prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
 from .servers import BadAnswer, Questions, ranks, replicas, server, why_no_server
-from .turns import EarlierTurns
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -108,8 +108,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._routes: dict[str, float] = {}  # by prefill server: when we last asked again for its ranks
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
-        self.answers: AnswerPages | None = None  # what is kept for others, if that is chosen
-        self.turns = EarlierTurns(self)
+        self.held: HeldPages | None = None  # what is kept for others, if that is chosen
+        self.kept = KeptFetches(self)
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._kv_replica_factor = 1  # the agents count what they move
@@ -156,9 +156,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         tree, reason = self.queue.scheduler.tree_cache, why_none(self.queue, memory.pool.groups, _ranks())
         if self.options.return_s and reason:
             log.warning("nothing is kept for other requests (return_s): %s", reason)
-        elif self.options.return_s and self.answers is None:
-            self.answers = AnswerPages(self)
-            setattr(tree, ANSWERS, self.answers)
+        elif self.options.return_s and self.held is None:
+            self.held = HeldPages(self)
+            setattr(tree, HELD, self.held)
         return not self.is_decoder and not reason and bool(tree.supports_prefix_sharing())
 
     @property
@@ -222,8 +222,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         log.info("weights: %a, before %a", version, self._weights)
         self._weights = version
         self.weights_changes += 1
-        if self.answers is not None:
-            self.answers.give_back_all()
+        if self.held is not None:
+            self.held.give_back_all()
         if self.talk is not None:
             self.talk.send(Weights(version=version))
 
@@ -256,7 +256,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         now = time.monotonic()
         if self.talk is None or now < self._look_at:
             return
-        self.turns.attached_to(self.talk.attached)
+        self.kept.attached_to(self.talk.attached)
         heard = self.talk.turn()
         if not heard and self.queue.scheduler._sched_idled and self.talk.is_waiting:
             self.talk.rest(IDLE_REST_S)
@@ -264,11 +264,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
             if isinstance(each, KeptBy):
-                self.turns.heard(each)
+                self.kept.heard(each)
             elif isinstance(each, Ended) and (owner := self.owners.pop(each.number, None)) is not None:
                 owner.ended = each
             elif isinstance(each, Ended):
-                self.turns.over(each)
+                self.kept.over(each)
 
     def mark_free(self) -> int:
         """A want's fence, behind the steps under way: these may still write the pages of a finished request."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import answers, release, turns, weights
+from . import held_pages, kept_fetches, release, weights
 from .building import NAME, building, resolving
 from .samples import SampleRooms
 
@@ -48,9 +48,9 @@ def register() -> None:
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
         f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
         f"{TOKENIZER}._send_one_request": _send_one_request,
-        **answers.hooks(),
+        **held_pages.hooks(),
         **release.hooks(),
-        **turns.hooks(),
+        **kept_fetches.hooks(),
         **weights.hooks(),
     }
     for target, hook in hooks.items():

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
 from . import compressed, drafts, foreign, states, windows
-from .answers import CHANGES
+from .held_pages import CHANGES
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT

@@ -18,7 +18,7 @@ from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
 from . import compressed, foreign, states, windows
-from .answers import CHANGES
+from .held_pages import CHANGES
 from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
@@ -77,7 +77,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if is_fetched_elsewhere and (states.has_states(pool) or compressed.is_compressed(pool)):
             foreign.shorten(req)
         self._length = len(prompt_tokens(req))
-        self._earlier = attempt(req, "its beginning is computed", self.kv_mgr.turns.begin)[0] or 0
+        self._earlier = attempt(req, "its beginning is computed", self.kv_mgr.kept.begin)[0] or 0
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
 
     def pop_decode_prefix_len(self) -> int:
@@ -171,7 +171,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         """Its prefill does not begin before what others keep of its beginning has come."""
         self._advance()
         status = int(super().poll())
-        waits = status == KVPoll.WaitingForInput and self.kv_mgr.turns.is_open(self._earlier)
+        waits = status == KVPoll.WaitingForInput and self.kv_mgr.kept.is_open(self._earlier)
         return int(KVPoll.Bootstrapping) if waits else status
 
     def poll_pp_consensus(self) -> int:
@@ -225,7 +225,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return
         self._is_over, self._req = True, None
         manager, number = self.kv_mgr, self.bootstrap_room
-        manager.turns.abandon(self._earlier)
+        manager.kept.abandon(self._earlier)
         self._take_back(failure or "the request is over")
         with manager.failure_lock:
             self._why = manager.failure_records.pop(number, "") or failure

@@ -82,9 +82,9 @@ def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
     """For `/flush_cache`, and after an update."""
     give_up_held(scheduler)
     if (manager := manager_of(scheduler)) is not None:
-        manager.turns.abandon_all()
-        if manager.answers is not None:
-            manager.answers.give_back_all()
+        manager.kept.abandon_all()
+        if manager.held is not None:
+            manager.held.give_back_all()
     return original(scheduler, *args, **kwargs)
 
 

@@ -19,8 +19,8 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge_proto.engine import KeptBy, Offer, Want
 
-from kvbridge.adapters.sglang import answers, turns, weights
-from kvbridge.adapters.sglang.answers import AnswerPages
+from kvbridge.adapters.sglang import held_pages, kept_fetches, weights
+from kvbridge.adapters.sglang.held_pages import HeldPages
 from tests.integration.adapters.test_sglang_life import Talk, manager, one_rank
 
 __all__ = ["one_rank"]
@@ -64,7 +64,8 @@ class Side:
             tree_components=(ComponentType.FULL,),
         )
         self.tree: Any = UnifiedRadixCache(params)
-        self.tree.checkpoint = partial(answers._checkpoint, UnifiedRadixCache.checkpoint, self.tree)  # as it is hooked
+        hooked = partial(held_pages._checkpoint, UnifiedRadixCache.checkpoint, self.tree)
+        self.tree.checkpoint = hooked
         self.manager = manager(role)
         self.manager._engine_id, self.manager.options.return_s = "engine", 60.0
         self.manager.kv_args.page_size = page
@@ -80,8 +81,8 @@ class Side:
             waiting_queue=[], chunked_req=None,
         )  # fmt: skip
         if keeps or (keeps is None and role == "decode"):
-            self.manager.answers = AnswerPages(self.manager)
-            setattr(self.tree, answers.ANSWERS, self.manager.answers)
+            self.manager.held = HeldPages(self.manager)
+            setattr(self.tree, held_pages.HELD, self.manager.held)
 
     @property
     def talk(self) -> Talk:
@@ -103,7 +104,7 @@ class Side:
         from sglang.srt.mem_cache.common import release_kv_cache
 
         req = self.request(prompt)
-        setattr(req, answers.CHANGES, changes)  # as the receiver does
+        setattr(req, held_pages.CHANGES, changes)  # as the receiver does
         req.output_ids = array("q", range(5000, 5000 + answer))
         tokens = len(prompt) + answer - 1
         slots = self.pool.alloc(-(-tokens // self.page) * self.page)
@@ -121,7 +122,7 @@ class Side:
     def unaccounted(self) -> int:
         """Tokens of the pool that SGLang would take for lost."""
         seen = self.pool.available_size() + self.tree.evictable_size() + self.tree.protected_size()
-        ours = 0 if self.manager.answers is None else self.manager.answers.unseen_tokens
+        ours = 0 if self.manager.held is None else self.manager.held.unseen_tokens
         return self.total - seen - ours
 
 
@@ -150,7 +151,7 @@ def test_what_is_kept_is_offered_whole_and_its_pages_stay_until_it_has_ended(
     side.tree.evict(evict(side.total))
     assert side.pool.available_size() == 0, "what is kept is not evicted"
     side.talk.end("offer")
-    side.manager.answers.turn()
+    side.manager.held.turn()
     side.tree.evict(evict(side.total))
     assert side.pool.available_size() == whole
 
@@ -204,11 +205,11 @@ def test_half_of_the_pool_is_kept_and_the_agent_ends_the_oldest(has_tree: bool) 
         side.run([10_000 * (start + 1) + i for i in range(300)], 100)
     offers = side.offers()
     assert [offer.most_kept for offer in offers] == [1024 // PAGE] * 4
-    side.manager.answers.turn()
+    side.manager.held.turn()
     assert not any(isinstance(each, tuple) for each in side.talk.said), "none is withdrawn"
     for offer in offers[:2]:
         side.talk.end("offer", "reclaimed", offer.number)
-    side.manager.answers.turn()
+    side.manager.held.turn()
     assert side.unaccounted() == 0
     side.tree.evict(evict(side.total))
     assert side.pool.available_size() == side.total - 2 * 384
@@ -234,7 +235,7 @@ def test_servers_that_keep_no_answers_say_why(change: dict[str, Any], reason: st
     ranks, kinds = change.pop("ranks", 1), change.pop("groups", ("full",))
     queue.draft_token_to_kv_pool = change.pop("draft", None)
     vars(queue.scheduler).update(change)
-    why = answers.why_none(queue, tuple(SimpleNamespace(kind=kind) for kind in kinds), ranks)
+    why = held_pages.why_none(queue, tuple(SimpleNamespace(kind=kind) for kind in kinds), ranks)
     assert reason in why and bool(reason) == bool(why)
 
 
@@ -251,13 +252,13 @@ def test_a_running_request_gets_pages_before_sglang_retracts_it(has_tree: bool) 
         side.tree.evict(evict(PAGE))
         return side.pool.available_size() >= PAGE
 
-    assert answers._check_decode_mem(fits, batch)
+    assert held_pages._check_decode_mem(fits, batch)
     assert ("withdraw", side.offers()[0].number) in side.talk.said
     assert not side.talk.open and side.unaccounted() == others
     side.pool.alloc(side.pool.available_size())
     side.tree.evict(evict(side.total))
     side.pool.alloc(side.pool.available_size())
-    assert not answers._check_decode_mem(fits, batch), "nothing is left to give back"
+    assert not held_pages._check_decode_mem(fits, batch), "nothing is left to give back"
 
 
 def test_a_request_that_waits_for_pages_gets_those_of_the_oldest() -> None:
@@ -271,10 +272,10 @@ def test_a_request_that_waits_for_pages_gets_those_of_the_oldest() -> None:
     side.queue._required_admission_tokens = lambda req, fill, prefix, retractable: fill
     side.queue._allocatable_token_budgets = lambda **_: side.pool.available_size()
     for _ in range(3):
-        side.manager.answers.turn()
+        side.manager.held.turn()
     assert [each for each in side.talk.said if isinstance(each, tuple)] == [("withdraw", first)], "one is enough"
     side.talk.end("offer", "withdrawn", first)
-    side.manager.answers.turn()
+    side.manager.held.turn()
     assert side.pool.available_size() == side.total - 384
 
 
@@ -293,15 +294,15 @@ def test_a_prompt_gets_the_pages_of_what_is_kept(what: str) -> None:
     if what == "fits":
         prompt.origin_input_ids = range(1200)
     for _ in range(3):
-        assert answers._take_turn_after(lambda scheduler, batch: batch, scheduler, "batch") == "batch"
+        assert held_pages._take_turn_after(lambda scheduler, batch: batch, scheduler, "batch") == "batch"
     withdrawn = [each for each in side.talk.said if isinstance(each, tuple)]
     assert withdrawn == ([] if what == "fits" else [("withdraw", first)]), "one is enough"
     side.talk.end("offer", "withdrawn", first)
-    side.manager.answers.turn()
+    side.manager.held.turn()
     assert side.pool.available_size() + side.tree.evictable_size() == 1648
     if what == "is computed in chunks":  # pages that it has are not missing
         scheduler.chunked_req = SimpleNamespace(origin_input_ids=range(3000), prefix_len=1500)
-        side.manager.answers.turn()
+        side.manager.held.turn()
         assert ("withdraw", second) not in side.talk.said
 
 
@@ -332,7 +333,7 @@ def told(side: Side, tokens: list[int], name: str = "kept-1") -> None:
 
 def begin(side: Side, prompt: list[int], **more: Any) -> Any:
     req = side.request(prompt, **more)
-    req.number = side.manager.turns.begin(req)
+    req.number = side.manager.kept.begin(req)
     return req
 
 
@@ -357,7 +358,7 @@ def test_what_others_keep_comes_into_the_prefix_cache(page: int) -> None:
     assert (want.first_token, want.end_token, want.rendezvous, want.is_offered) == (first, end, "kept-1", True)
     (blocks,) = want.blocks
     assert (blocks.first, len(blocks.ids)) == (first // page, (end - first) // page)
-    assert side.manager.turns.is_open(req.number)
+    assert side.manager.kept.is_open(req.number)
     free = set(side.pool.get_all_free_pages().tolist())
     assert not free & set(blocks.ids), "they are nobody else's"
     side.talk.end("want")
@@ -382,7 +383,7 @@ def test_rows_that_do_not_come_are_computed(end: str) -> None:
     req = begin(side, CHAT)
     before = side.pool.available_size()
     if end == "aborted":
-        side.manager.turns.abandon(req.number)
+        side.manager.kept.abandon(req.number)
         assert ("abandon", req.number) in side.talk.said
         assert side.pool.available_size() == before, "they may still be written"
     side.talk.end("want", "other_weights" if end == "weights" else "offer_expired")
@@ -396,7 +397,7 @@ def test_prompts_that_begin_so_share_a_fetch_and_later_ones_fetch_again() -> Non
     told(side, CHAT)
     first, shorter = begin(side, CHAT), begin(side, CHAT[:200])
     assert first.number == shorter.number and len(wants(side)) == 1
-    side.manager.turns.abandon(first.number)
+    side.manager.kept.abandon(first.number)
     assert ("abandon", first.number) not in side.talk.said, "another waits for it"
     side.talk.end("want")
     side.manager.look_now()
@@ -407,7 +408,7 @@ def test_prompts_that_begin_so_share_a_fetch_and_later_ones_fetch_again() -> Non
     longer = begin(side, CHAT)
     assert [want.end_token for want in wants(side)] == [256, 192, 256], "what is under way brings too little"
     for request in (longer, longer):  # the second time nobody is left who could give it up
-        side.manager.turns.abandon(request.number)
+        side.manager.kept.abandon(request.number)
     assert side.talk.said.count(("abandon", longer.number)) == 1
     assert begin(side, CHAT).number != longer.number, "nor is one joined that has been given up"
     while side.talk.open:
@@ -454,7 +455,7 @@ def test_what_is_not_worth_or_not_safe_to_fetch_is_computed(why: str) -> None:
         more = {"return_logprob": True}
     req = side.request(CHAT, **more)
     req.logprob_start_len = 40 if why == "log probabilities" else -1
-    assert side.manager.turns.begin(req) == 0
+    assert side.manager.kept.begin(req) == 0
     assert not wants(side) and side.tree.protected_size() == 0 and side.unaccounted() == 0
 
 
@@ -468,12 +469,12 @@ def test_a_prompt_waits_for_its_earlier_turns_and_a_flush_for_the_agent() -> Non
     req = side.request(CHAT)
     req.prompt, req.bootstrap_room = "ab", ROOM
     made.bind(req)
-    assert getattr(req, answers.CHANGES) == side.manager.weights_changes, "or it would not be kept for others"
+    assert getattr(req, held_pages.CHANGES) == side.manager.weights_changes, "or it would not be kept for others"
     side.manager._hear_asked(asked())
     assert made.poll() == BOOTSTRAPPING
     made.abort()
     scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=side.queue)
-    idle = partial(turns._is_fully_idle, lambda scheduler, for_health_check: True, scheduler)
+    idle = partial(kept_fetches._is_fully_idle, lambda scheduler, for_health_check: True, scheduler)
     assert not idle() and idle(for_health_check=True)
     (number,) = side.talk.open
     assert ("abandon", number) in side.talk.said

@@ -20,10 +20,10 @@ if importlib.util.find_spec("sglang") is None:
 from kvbridge_proto.engine import Expect, NoOffer, Offer, Release, Want
 
 from kvbridge.adapters.engine.conversation import Ended
+from kvbridge.adapters.sglang.kept_fetches import KeptFetches
 from kvbridge.adapters.sglang.messages import Asked, Row
 from kvbridge.adapters.sglang.rooms import Rooms
 from kvbridge.adapters.sglang.servers import Questions
-from kvbridge.adapters.sglang.turns import EarlierTurns
 
 pytestmark = pytest.mark.sglang
 
@@ -106,7 +106,7 @@ def manager(role: str) -> Any:
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
     made.owners, made._look_at = {}, 0.0
-    made.turns, made.answers = EarlierTurns(made), None
+    made.kept, made.held = KeptFetches(made), None
     made._weights, made.next_weights, made.weights_changes = "default", "", 0
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}

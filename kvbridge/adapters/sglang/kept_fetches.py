@@ -26,7 +26,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 @dataclass(slots=True)
-class TurnFetch:
+class KeptFetch:
     """Rows that come into `slots`, behind the `before` that the prefix cache has. `lock` keeps those there."""
 
     rendezvous: str
@@ -37,14 +37,14 @@ class TurnFetch:
     waiting: int = 1  # requests
 
 
-class EarlierTurns:
+class KeptFetches:
     """What others keep, and what is fetched of it. Used on the scheduler's thread."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._kept = KeptPrefixes()
         self._attached: Any = None  # to which agent: a new one is told again what is kept
-        self._open: dict[int, TurnFetch] = {}  # by the number of the want
+        self._open: dict[int, KeptFetch] = {}  # by the number of the want
 
     def __bool__(self) -> bool:
         """Whether pages are allocated to rows that are to come."""
@@ -103,7 +103,7 @@ class EarlierTurns:
                 return number
         return 0
 
-    def _allocate(self, tree: Any, req: Any, end: int, found: KeptPrefix) -> TurnFetch | None:
+    def _allocate(self, tree: Any, req: Any, end: int, found: KeptPrefix) -> KeptFetch | None:
         """Pages up to token `end`, if the prefix cache lacks enough of it, and there is room beside other prompts.
 
         What is kept for others counts as room: it is given back when prompts need it.
@@ -120,15 +120,15 @@ class EarlierTurns:
             return None
         before = tree.path_device_indices(match.last_device_node).clone()
         lock = tree.lock(match.last_device_node)
-        slots, answers = None, self._manager.answers
+        slots, held = None, self._manager.held
         left = pool.available_size() + tree.evictable_size() - needed
-        if left >= 0 and left + (0 if answers is None else answers.tokens) >= KEPT_SHARE * pool.size:
+        if left >= 0 and left + (0 if held is None else held.tokens) >= KEPT_SHARE * pool.size:
             evict_from_tree_cache(tree, needed)
             slots = pool.alloc(needed)
         if slots is None:
             tree.unlock(lock)
             return None
-        return TurnFetch(found.rendezvous, key, before, slots, lock)
+        return KeptFetch(found.rendezvous, key, before, slots, lock)
 
     def over(self, ended: Ended) -> None:
         """The agent writes these pages no more. If all rows have come, the prefix cache gets them."""
@@ -171,8 +171,8 @@ def _is_fully_idle(original: Callable[..., Any], scheduler: Any, for_health_chec
     """A flush would clear pages that are still written, even if the request they are for is over."""
     is_idle = original(scheduler, for_health_check=for_health_check, **kwargs)
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-    turns: EarlierTurns | None = getattr(getattr(queue, "kv_manager", None), "turns", None)
-    if for_health_check or not is_idle or not turns:
+    kept: KeptFetches | None = getattr(getattr(queue, "kv_manager", None), "kept", None)
+    if for_health_check or not is_idle or not kept:
         return is_idle
-    turns._manager.look_now()
-    return not turns
+    kept._manager.look_now()
+    return not kept

@@ -23,7 +23,7 @@ from ..engine.names import UNNAMED
 from ..engine.prompts import short, traceparent
 from . import foreign
 
-ANSWERS = "kvbridge_answers"  # our attribute of the prefix cache, which our hooks find everywhere
+HELD = "kvbridge_held"  # our attribute of the prefix cache, which our hooks find everywhere
 CHANGES = "kvbridge_weights_changes"  # of a request: how often the weights had changed when it came
 TREE = "UnifiedRadixCache"
 NEEDED = "its engine needs the memory"
@@ -67,7 +67,7 @@ class KeptPages:
     is_withdrawn: bool = False
 
 
-class AnswerPages:
+class HeldPages:
     """All that this server keeps, oldest first. Used on the scheduler's thread."""
 
     def __init__(self, manager: Any) -> None:
@@ -196,31 +196,31 @@ class AnswerPages:
 def _checkpoint(original: Callable[..., Any], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
     """SGLang calls this for a request that is over just before it frees its pages."""
     original(tree, req, up_to=up_to, **kwargs)
-    answers: AnswerPages | None = getattr(tree, ANSWERS, None)
-    if answers is None or not req.finished() or req.beam_group is not None:
+    held: HeldPages | None = getattr(tree, HELD, None)
+    if held is None or not req.finished() or req.beam_group is not None:
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if not isinstance(req.finished_reason, FINISH_ABORT):
-        answers.keep(req, up_to)
+        held.keep(req, up_to)
 
 
 def _check_decode_mem(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Before SGLang retracts a request for want of pages, what is kept is given back."""
-    answers: AnswerPages | None = getattr(batch.tree_cache, ANSWERS, None)
-    while not (fits := original(batch, *args, **kwargs)) and answers is not None and answers.give_back_oldest():
+    held: HeldPages | None = getattr(batch.tree_cache, HELD, None)
+    while not (fits := original(batch, *args, **kwargs)) and held is not None and held.give_back_oldest():
         pass
     return fits
 
 
 def _count(original: Callable[..., Any], checker: Any, stats: Any, uncached: int = 0) -> Any:
     """SGLang would take the pages for lost."""
-    answers: AnswerPages | None = getattr(checker.tree_cache, ANSWERS, None)
-    return original(checker, stats, uncached + (0 if answers is None else answers.unseen_tokens))
+    held: HeldPages | None = getattr(checker.tree_cache, HELD, None)
+    return original(checker, stats, uncached + (0 if held is None else held.unseen_tokens))
 
 
 def _take_turn_after(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     answer = original(scheduler, *args, **kwargs)
-    if (answers := getattr(scheduler.tree_cache, ANSWERS, None)) is not None:
-        answers.turn()
+    if (held := getattr(scheduler.tree_cache, HELD, None)) is not None:
+        held.turn()
     return answer
