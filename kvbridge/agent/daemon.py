@@ -315,7 +315,7 @@ class Agent:
         record = Record("sender", self.journal, self._clock, self._views)
         outgoing = self.receiver.peers
         kept = KeptAnswers(outgoing.tell_all, current.tell)
-        outgoing.kept, outgoing.cannot_fetch = kept.ours, kept.unreachable
+        outgoing.kept, outgoing.cannot_fetch = kept.ours.values, kept.unreachable
         return SenderRunner(self.sending, open_peers, self.data_plane, record, current, self._clock, kept)
 
     def _met_for(self) -> AttachedEngine | None:

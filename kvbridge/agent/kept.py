@@ -32,34 +32,30 @@ class KeptAnswers:
     ) -> None:
         self._tell_senders = tell_senders
         self._tell_engine = tell_engine
-        self._ours: dict[int, peer.Keeps] = {}  # by the number of the offer, oldest first
+        # By the number of the offer, oldest first: what an agent has to hear that we begin to fetch from.
+        self.ours: dict[int, peer.Keeps] = {}
         self._unreachable: set[str] = set()  # incarnations that reach us, and not we them
         self._theirs: dict[str, dict[str, str]] = {}  # by incarnation: the address of its agent, by rendezvous id
 
     def offered(self, offer: engine.Offer) -> None:
         """Our engine keeps an answer."""
-        if len(self._ours) >= MOST_KEPT:
-            self.released(next(iter(self._ours)))
-        kept = self._ours[offer.number] = peer.Keeps(rendezvous=offer.rendezvous, prefixes=offer.prefixes)
+        if len(self.ours) >= MOST_KEPT:
+            self.released(next(iter(self.ours)))
+        kept = self.ours[offer.number] = peer.Keeps(rendezvous=offer.rendezvous, prefixes=offer.prefixes)
         self._tell_senders(kept)
 
     def released(self, number: int) -> None:
-        """This offer has ended, if it is one of these."""
-        if (kept := self._ours.pop(number, None)) is not None:
-            self._tell_senders(peer.Keeps(rendezvous=kept.rendezvous))
-
-    def ours(self) -> list[peer.Keeps]:
-        """What an agent has to hear that we begin to fetch from."""
-        return list(self._ours.values())
+        """This offer, one of ours, has ended."""
+        self._tell_senders(peer.Keeps(rendezvous=self.ours.pop(number).rendezvous))
 
     def tokens_of(self, prefixes: Sequence[bytes]) -> int:
         """How many tokens of a prompt with these prefixes our engine keeps. Callable from any thread."""
-        found = (_common(kept.prefixes, prefixes) for kept in list(self._ours.values()))
+        found = (_common(kept.prefixes, prefixes) for kept in list(self.ours.values()))
         return max(found, default=0) * PREFIX_TOKENS
 
     def clear(self) -> None:
         """Our engine has left, and with it all sessions."""
-        self._ours.clear()
+        self.ours.clear()
 
     def heard(self, session: Session, kept: peer.Keeps) -> None:
         """Another agent's engine keeps an answer, or no longer."""

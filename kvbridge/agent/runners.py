@@ -448,7 +448,7 @@ class SenderRunner(Runner):
 
     def _tell(self, message: ToEngine) -> None:
         super()._tell(message)
-        if isinstance(message, Released):
+        if isinstance(message, Released) and message.number in self.kept.ours:
             self.kept.released(message.number)
 
     def _with_answers(self, actions: Iterable[Action]) -> Iterator[Action]:

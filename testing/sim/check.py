@@ -78,7 +78,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("uses of targets", +data_plane._jobs._users),
         ("memory that is left", data_plane._pulling.closing),
         ("receivers that wait for an answer", sending._pending),
-        ("answers that are kept", process.engines._sender.kept._ours),
+        ("answers that are kept", process.engines._sender.kept.ours),
         ("answers that others keep", any(process.engines._sender.kept._theirs.values())),
     ):
         if left:
