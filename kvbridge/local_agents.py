@@ -87,9 +87,9 @@ def ask(path: str, answer_s: float = AGENT_ANSWER_S) -> Status:
     return _asked(path, StatusQuery(), Status, answer_s)
 
 
-def ask_pool(path: str, answer_s: float = AGENT_ANSWER_S) -> PoolStatus:
+def ask_pool(path: str) -> PoolStatus:
     """The pool of the engine attached to the agent at `path`. Raises OperatorError as `ask` does."""
-    return _asked(path, PoolQuery(), PoolStatus, answer_s)
+    return _asked(path, PoolQuery(), PoolStatus, AGENT_ANSWER_S)
 
 
 def ask_trace(path: str, names: Sequence[str], answer_s: float = AGENT_ANSWER_S) -> Trace:
@@ -97,9 +97,9 @@ def ask_trace(path: str, names: Sequence[str], answer_s: float = AGENT_ANSWER_S)
     return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
 
 
-def ask_release(path: str, answer_s: float = AGENT_ANSWER_S) -> int:
+def ask_release(path: str) -> int:
     """Have the agent at `path` release what nobody has claimed: how many offers. Raises OperatorError as `ask` does."""
-    return _asked(path, Release(), ReleasedAll, answer_s).offers
+    return _asked(path, Release(), ReleasedAll, AGENT_ANSWER_S).offers
 
 
 def tried(ask: Callable[[str], T], paths: Iterable[str]) -> dict[str, T | OperatorError]:

@@ -53,7 +53,7 @@ from ..transport.link import Settings
 from ..transport.listed import read_entry
 from ..transport.local import LocalServer
 from ..transport.lock import Lock
-from ..transport.processes import Pidfds, Processes
+from ..transport.processes import Pidfds
 from ..transport.trust import Trust
 from .clients import Clients
 from .doors import Doors, LocalDoors
@@ -122,7 +122,6 @@ class Agent:
         stuck_s: float = STUCK_S,
         errors: LastErrors | None = None,
         supervisor: Supervisor | None = None,
-        processes: Processes | None = None,
     ) -> None:
         self.config = config
         self._errors = errors or LastErrors()
@@ -135,7 +134,7 @@ class Agent:
         self.rates = Rates(self.metrics.carried)
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
-        self._processes = processes or Pidfds(clock)
+        self._processes = Pidfds(clock)
         self.state = "starting"
         self._started = self._ticked_at = clock()
         self._stop = asyncio.Event()

@@ -29,6 +29,7 @@ ON_GPU: tuple[Route, ...] = ("direct", "host")
 SHAPES = [Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("sender", "receiver")]  # 64 MiB
 FIRST_TOKENS = 17  # a first request sets up the session, too: sockets, memory registration, a plan
 TOKENS = 1024  # 32 MiB
+COPIED_BYTES = 128 << 20
 # The share of memcpy's rate, without a GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6, beside other work (2 cores,
 # Linux 6.18, 2026-11-23).
 FLOOR_SHARE = 0.01
@@ -98,15 +99,15 @@ def _outcome(agents: Sequence[AgentProcess], device: str) -> RouteOutcome:
     return RouteOutcome(moved_bytes, seconds, wrong)
 
 
-def memcpy_bytes_per_s(size_bytes: int = 128 << 20) -> float:
+def memcpy_bytes_per_s() -> float:
     """How fast this machine copies memory: the best of three."""
-    sender, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    sender, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         target.copy_(sender)
         best = min(best, time.perf_counter() - began)
-    return size_bytes / best
+    return COPIED_BYTES / best
 
 
 def why_not_here(route: Route, config: AgentConfig, is_gpu: bool) -> str:
