@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -37,6 +39,51 @@ def cpu_s(pid: int) -> float:
     """Processor time of all its threads."""
     fields = stat_of(Path(f"/proc/{pid}"))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+COSTS = 3
+
+
+class Stopwatch:
+    """How long something takes, less what we and all that we started lose by waiting for a processor meanwhile.
+
+    So a limit may be as short as on an idle machine, and a busy one cannot use it up. One second of such a wait costs
+    COSTS: whoever stood still begins to wait for others anew.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._stolen, self._first = time.monotonic(), _stolen_s(), _waited_s()
+        self._last = dict(self._first)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began - self.lost_s()
+
+    def lost_s(self) -> float:
+        self._last |= _waited_s()  # of threads that have ended, what was seen last
+        waited = sum(seconds - self._first.get(task, 0.0) for task, seconds in self._last.items())
+        return COSTS * (waited + _stolen_s() - self._stolen)
+
+
+def _waited_s() -> dict[str, float]:
+    """How long each of our threads, and of those of all that we started, was ready to run and did not."""
+    waited = {}
+    for task in _tasks(os.getpid()):
+        with contextlib.suppress(OSError):
+            waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    return waited
+
+
+def _tasks(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield task
+            for child in (task / "children").read_text().split():
+                yield from _tasks(int(child))
+
+
+def _stolen_s() -> float:
+    """Of all processors, by other machines on the same host."""
+    return int(Path("/proc/stat").read_text().split("\n")[0].split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def mapped(pid: int, what: str) -> int:

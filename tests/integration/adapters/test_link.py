@@ -26,10 +26,10 @@ from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import ATTACH_RETRY_S, AgentLink, Over, ReadsOver, WritesOver
+from kvbridge.adapters.engine.link import ATTACH_RETRY_S, WATCH_S, AgentLink, Over, ReadsOver, WritesOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
-from testing.waiting import wait_for
+from testing.waiting import soon, wait_for
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 from tests.integration.adapters.small import Clock, memory_of
 
@@ -372,11 +372,11 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
     with agent.alive():
         assert link.start(120.0)
     agent.die()
-    wait_for(lambda: "lost the agent" in caplog.text)
+    soon(lambda: "lost the agent" in caplog.text, WATCH_S / 2)
     time.sleep(2.5)
     successor = FakeAgent(agent.path)
     with successor.alive():
-        wait_for(lambda: successor.heard == [directory])
+        soon(lambda: successor.heard == [directory], 3 * ATTACH_RETRY_S)
     assert caplog.text.count("kvbridge: attached to") == 2
     assert isinstance(link.turn()[-1], Over) and link.is_attached
     link.close()

@@ -17,6 +17,7 @@ from testing.agents import ANSWER_S, is_at_rest
 from testing.oracle import More, Shape, fill, mismatch, mla, put_rows, rows_at, take_rows
 from testing.pairs import Bench, Benches
 from testing.pools import Held
+from testing.proc import Stopwatch
 from testing.waiting import wait_for
 
 # Of sparse attention: every rank has them whole, and one layer has none. Pages of 64, as the kernels want them.
@@ -221,10 +222,10 @@ def test_a_drain_ends_by_its_deadline(bench_of: Benches) -> None:
     sender, receiver = bench.sender, bench.receiver
     bench.want("r", [3], range(16))
     wait_for(lambda: sender.agent.status.transfers)
-    began = time.monotonic()
+    watch, began = Stopwatch(), time.monotonic()
     sender.agent.process.terminate()
     receiver.failed("r", "engine_left")
-    assert time.monotonic() - began > 0.9
+    assert time.monotonic() - began > 0.9 and watch.seconds() < 3
     assert sender.agent.process.wait(ANSWER_S) == 0
 
 

@@ -26,8 +26,8 @@ from kvbridge.loopback.messages import number_of
 from testing.agents import Client, OracleEngine, agent, attached
 from testing.oracle import Shape, build, fill
 from testing.pairs import Bench, Benches
-from testing.proc import cpu_s, mapped
-from testing.waiting import wait_for
+from testing.proc import Stopwatch, cpu_s, mapped
+from testing.waiting import soon, wait_for
 from tests.integration.agent.test_scraping import scraped
 
 
@@ -173,8 +173,10 @@ def test_a_peer_of_another_model_is_refused_with_both_values(bench_of: Benches) 
 @pytest.mark.proves("G16")
 def test_an_agent_that_is_not_there_fails_the_want_soon(lasting: Bench) -> None:
     port = free_port()
+    watch = Stopwatch()
     lasting.receiver.want("r", f"tcp://127.0.0.1:{port}", [1], range(16))
     assert str(port) in lasting.receiver.failed("r", "peer_unreachable")
+    assert watch.seconds() < 6, "connect_s is 3"
     lasting.receiver.want("s", "tcp://not an address", [1], range(16))
     lasting.receiver.failed("s", "bad_address")
     lasting.works()
@@ -203,7 +205,7 @@ def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Bench) 
     assert mapped(pid, pool)
     pair.receiver.want("r", pair.sender.agent.address, [1], range(16))
     pair.receiver.close()
-    wait_for(lambda: not mapped(pid, pool), why=lambda: "the dead engine's memory is still mapped")
+    soon(lambda: not mapped(pid, pool), 1.0, lambda: "the dead engine's memory is still mapped")
     with attached(pair.receiver.agent, Shape("hnd")) as engine:
         assert pair.receiver.agent.status.engine.epoch == 2
         pair.receivers = [engine]

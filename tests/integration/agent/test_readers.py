@@ -29,7 +29,7 @@ from testing.agents import OracleEngine, agent
 from testing.oracle import Shape, build
 from testing.pairs import Bench, Benches
 from testing.proc import mapped
-from testing.waiting import wait_for
+from testing.waiting import soon, wait_for
 from tests.integration.agent.test_holding import shown
 from tests.integration.transport.test_door import opened, refused, ticket_of
 
@@ -122,6 +122,6 @@ def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: B
     wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
     assert "to be closed for" in shown(sender)
     receiver.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: sender.status.readers == (), why=sender.text)
+    soon(lambda: sender.status.readers == (), 1.0, sender.text)
     assert not mapped(receiver.process.pid, inode)
     assert bench.receiver.agent.status.engine is not None

@@ -55,6 +55,13 @@ class Ear:
             raise AssertionError(await self.next(for_s))
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """A link has no event for what is waited for."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 @contextlib.asynccontextmanager
 async def two(
     *trusts: Trust, settings: Settings | None = None, of_sender: Settings | None = None

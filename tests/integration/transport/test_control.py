@@ -20,7 +20,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
 from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Retried, Settings
 from testing.proc import descriptors
-from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two
+from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two, until
 
 # What a link delivers:
 
@@ -196,6 +196,24 @@ async def test_a_stopped_peer_is_lost_by_its_silence(stopped_side: str) -> None:
             await ear.loses("peer_silent", link)
             os.kill(child.pid, signal.SIGCONT)  # its late messages are of a link that ended
             assert not link.send(cancel("late"))
+
+
+async def test_a_link_is_lost_once_silence_s_or_connect_s_has_passed_and_is_looked_at_then() -> None:
+    """By the loop's clock: here nobody waits so long."""
+    settings = Settings(connect_s=500.0, silence_s=600.0)
+    async with two(settings=settings) as (receiver, receiver_ear, sender, sender_ear):
+        silent = receiver.dial(sender.address)
+        silent.send(cancel("t"))
+        await sender_ear.hear(Arrived)
+        away = receiver.dial(f"tcp://127.0.0.1:{free_port()}")
+        await until(lambda: silent.is_up and away.is_tried)
+        limits = [(silent, silent.heard_at + 600.0, "peer_silent"), (away, away.made_at + 500.0, "peer_unreachable")]
+        for link, limit, code in limits:
+            assert receiver._next_look(link) <= limit
+            receiver._judge(link, limit - 1.0)
+            assert not link.is_lost
+            receiver._judge(link, limit + 0.1)
+            await receiver_ear.loses(code, link)
 
 
 async def test_who_was_given_up_learns_it_from_the_answer_to_its_next_message() -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from kvbridge.transport.control import Control
 from kvbridge.transport.door import open_memory
 from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Settings
 from kvbridge.transport.sockets import DRAIN_MESSAGES, Port
-from tests.integration.transport.ears import Ear, cancel, two
+from tests.integration.transport.ears import Ear, cancel, two, until
 from tests.integration.transport.test_door import opened, ticket_of
 
 Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
@@ -46,13 +46,6 @@ async def joined(
             dialled.carry_by(ours)
             await until(lambda: link.sends_by_pipe)
         yield dialled, receiver_ear, link, sender_ear, ours, theirs
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """A link has no event for what is waited for."""
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def named(ear_heard: list[Arrived]) -> list[str]:
