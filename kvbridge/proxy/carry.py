@@ -17,7 +17,7 @@ from ..errors import EngineError
 from ..oneline import plain
 from .bodies import CHAT, COMPLETIONS, GENERATE, MESSAGES, OF_VLLM, Body, ClientError, PromptAsk, encode, parse, pieces
 from .events import DONE, ERROR_EVENT, Events, StreamEvent, is_end
-from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Running, Waits, bounded
+from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded
 from .generate import Answering
 from .legs import (
     Kind,
@@ -67,7 +67,7 @@ class Call:
     headers: Mapping[str, str]
     share: RequestBytes
     awaits: set[str]
-    running: Running | None = None  # one of its prompts
+    running: MovableAnswer | None = None  # to one of its prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Carrier:
             answer = MovableAnswer(ask)
             if not answer.stays and not (self._moves and self._fleet.moves):
                 answer.stays = "no other engine" if self._moves else "moves are off"
-            call = replace(call, running=Running(answer.stays))
+            call = replace(call, running=answer)
             opened = await self._opened(stack, ask if answer.stays else answer.first(), call)
             if isinstance(opened, Streamed) and not answer.stays:
                 events = await stack.enter_async_context(aclosing(self._moved(stack.pop_all(), opened, answer, call)))
@@ -165,7 +165,6 @@ class Carrier:
         self, stack: AsyncExitStack, opened: Streamed, answer: MovableAnswer, call: Call
     ) -> AsyncGenerator[StreamEvent, None]:
         """The client's events. When its engine drains or fails, it goes on at another. Owns `stack`: what is open."""
-        assert call.running is not None
         failed: list[LegFailed] = []
         try:
             while True:
@@ -202,8 +201,6 @@ class Carrier:
             raise LegFailed(opened.engine, error.code, str(error), is_retryable=False) from None
         except Busy as busy:
             answer.stays = busy.code
-        assert call.running is not None
-        call.running.stays = answer.stays
         return own
 
     def _can_move(self, engine: Backend, answer: MovableAnswer) -> bool:
@@ -212,7 +209,6 @@ class Carrier:
 
     async def _go_on(self, stack: AsyncExitStack, before: Streamed, answer: MovableAnswer, call: Call) -> Streamed:
         """Have the engine end its answer, and another one go on. If none does, the same computes it again."""
-        assert call.running is not None
         engine, ask, outcome = before.engine, answer.rest(), "moved"
         before.end()
         call.awaits.discard(engine.label)
@@ -222,8 +218,7 @@ class Carrier:
         except (NoEngine, *LEG_FAILURES) as error:
             self._fleet.sparing.say("returned", f"returned: {engine.label} goes on with what it gave up: {error}")
             outcome, answer.stays = "returned", "no other engine took it"
-            call.running.stays = answer.stays
-            stack.enter_context(self._fleet.used(engine, call.running))
+            stack.enter_context(self._fleet.used(engine, answer))
             try:
                 opened = await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
             except (Refusal, ClientError) as refusal:  # the client has a part of the answer already

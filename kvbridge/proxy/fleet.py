@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -75,9 +76,8 @@ class LegFailed(KVBridgeError):
         return f"{self}: {self.engine_text}" if self.engine_text else str(self)
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A prompt that engines are at work on. `stays`: why it cannot go on at another decode engine; "" if it can."""
+class Running(Protocol):
+    """An answer that is under way. `stays`: why it cannot go on at another decode engine; "" if it can."""
 
     stays: str
 
