@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import pytest
 
+from demo.model import prompt
 from testing.agents import AgentProcess, agent
 
 
@@ -21,6 +23,9 @@ class Engine(Protocol):
 
 E = TypeVar("E", bound=Engine)
 K = TypeVar("K")
+T = TypeVar("T")
+SYSTEM, USER = 1000, 40  # tokens
+TRIES = 200  # until word of what is kept came in time
 
 
 def kept(make: Callable[..., K], **options: Any) -> Callable[..., Iterator[K]]:
@@ -111,7 +116,24 @@ class AllMeet(Kept[E]):
         self._listed = folder / "agents"
         self._listed.touch()
         self.agent_options = {**Kept.agent_options, "meet": f"file://{self._listed}"}
+        self._seeds = count(100)
         super().__init__(folder, stack, **more)
+
+    def new(self, tokens: int) -> list[int]:
+        """A prompt that no engine has seen."""
+        return prompt(tokens, seed=next(self._seeds))
+
+    def users(self, count: int) -> list[list[int]]:
+        """Prompts with one new system prompt."""
+        system = self.new(SYSTEM)
+        return [system + self.new(USER) for _ in range(count)]
+
+    def search(self, tried: Callable[[list[int], list[int]], T | None]) -> T:
+        """What is found once the second of two new users' prompts fetches what the first has brought."""
+        for _ in range(TRIES):
+            if (found := tried(*self.users(2))) is not None:
+                return found
+        raise AssertionError("nothing was ever fetched of what another engine has")
 
     def start_agents(self, name: str) -> None:
         super().start_agents(name)

@@ -5,68 +5,54 @@ Each answer must be the one that an engine alone gives.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
-
 import pytest
 from kvbridge_proto.common import PREFIX_TOKENS
 
-from testing.kept import AllMeet, kept
+from testing.kept import SYSTEM, TRIES, USER, AllMeet, kept
 from testing.waiting import wait_for
 from tests.system.engines.engine_process import EngineProcess, Result
-from tests.system.engines.fleet import Fleet, name_weights, prompt, reweigh
+from tests.system.engines.fleet import Fleet, name_weights, reweigh
 from tests.system.engines.halfway import STANDS, are_standing, go_on, start_agents
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-SYSTEM, USER, ANSWER = 1000, 40, 12  # tokens
+ANSWER = 12  # tokens
 KEPT = SYSTEM // PREFIX_TOKENS * PREFIX_TOKENS
 FETCHED = {name: KEPT // block * block for name, block in (("small", 32), ("large", 128), ("private", 128))}
-TRIES = 200
 
 
 class Equals(AllMeet[EngineProcess], Fleet):
     """Two prefill engines (small, large), a decode engine (private), and one alone."""
 
-    def __init__(self, folder: Path, stack: ExitStack, **more: Any) -> None:
-        super().__init__(folder, stack, **more)
-        self._seeds = iter(range(100, 1_000_000))
-
-    def users(self, count: int) -> list[list[int]]:
-        """Prompts with one new system prompt."""
-        system = prompt(SYSTEM, seed=next(self._seeds))
-        return [system + prompt(USER, seed=next(self._seeds)) for _ in range(count)]
-
     def fetching(self, holder: str, other: str) -> tuple[list[int], Result, str]:
-        """One engine computes a prompt; the other gets one that begins so, until word of the first came in time."""
-        for _ in range(TRIES):
-            first, second = self.users(2)
+        """One engine computes a prompt, and the other fetches what one of another user begins with."""
+
+        def tried(first: list[int], second: list[int]) -> tuple[list[int], Result, str] | None:
             self.prefill(holder, first)
             self.step(other)
             before = self.moved_bytes(other)
             request, prefilled = self.prefill(other, second)
-            if prefilled.cached:
-                assert self.moved_bytes(other) > before
-                return second, prefilled, request
-        raise AssertionError(f"{other} never fetched what {holder} has")
+            assert not prefilled.cached or self.moved_bytes(other) > before
+            return (second, prefilled, request) if prefilled.cached else None
+
+        return self.search(tried)
 
     def computing(self, holder: str) -> list[int]:
         """The same, if the other is the decode engine, which has no prefix cache: it fetches such a prompt again."""
-        for _ in range(TRIES):
-            first, second = self.users(2)
+
+        def tried(first: list[int], second: list[int]) -> list[int] | None:
             self.prefill(holder, first)
             self.step("private")
             answer = self["private"].run(self.name("u"), second, ANSWER)
             assert list(answer.tokens) == self.alone(second, ANSWER)
-            if answer.cached:
-                assert answer.cached == FETCHED["private"]
-                return second
-        raise AssertionError(f"nothing was fetched of what {holder} has")
+            assert answer.cached in (0, FETCHED["private"])
+            return second if answer.cached else None
+
+        return self.search(tried)
 
     def step(self, name: str) -> None:
         """An engine hears what others keep in its steps."""
-        self[name].run(self.name("step"), prompt(8, seed=next(self._seeds)), 1)
+        self[name].run(self.name("step"), self.new(8), 1)
 
 
 fleet = kept(
@@ -97,7 +83,7 @@ def test_a_decode_engine_goes_on_with_what_another_has_answered(fleet: Equals) -
         _, prefilled = fleet.prefill("small", said)
         answer = fleet["large"].run(fleet.name("d"), said, 150, prefilled.params)
         assert answer.cached == len(said) - 1, "the prompt did not travel, it was computed again"
-        said += [*answer.tokens, *prompt(USER, seed=len(said))]
+        said += [*answer.tokens, *fleet.new(USER)]
         fleet.step("private")
         again = fleet["private"].run(fleet.name("u"), said, ANSWER)
         assert list(again.tokens) == fleet.alone(said, ANSWER)
