@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -18,12 +18,12 @@ from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Scratch
 from kvbridge_kernels.launch_ref import move
-from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
 
-from ..geometry.plan import Part
+from ..geometry.plan import Part, Plan
+from ..geometry.tokens import BlockTable
 from ..values import Value
 from .memory import AttachedPool, PartSide, Templates
 from .staging import Staging
@@ -135,17 +135,13 @@ class BlockCopier(abc.ABC):
         """The same for `pull`. `sender` may be our own pool, in the place of one that is equal."""
         return
 
-    def await_source(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
-        """A `pull` into this very part will come, from blocks that are not known yet: those of `theirs` are any.
+    def await_pull(
+        self, sender: AttachedPool, plan: Plan, pool: AttachedPool, tables: Mapping[int, BlockTable]
+    ) -> None:
+        """This plan's chunks will be pulled into the blocks of these very tables. The sender's are not known yet.
 
-        Do what it does not need them for. Raises as `pull`.
+        Do what does not need them, if to begin takes longer than to move. Raises as `pull`.
         """
-        with sender.hold() as sender_regions, pool.hold() as regions:
-            sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
-            self._awaited(self._templates.await_source(*sides, ours.chunk.size_bytes))
-
-    def _awaited(self, pull: Placed) -> None:
-        """Do what launches of this pull need, whatever its source's places."""
         return
 
     @property

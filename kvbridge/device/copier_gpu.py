@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from kvbridge_kernels.tables import TABLE_BYTES, Kernels, Work
 
 from ..device import driver
 from ..errors import EngineError, KVBridgeError
-from ..geometry.plan import Part
+from ..geometry.plan import Part, Plan, any_tables
+from ..geometry.tokens import BlockTable
 from .copier import BlockCopier, Compiling, DeviceLost, Moved, compared
 from .memory import AttachedPool, PartSide
 from .small_pulls import SMALL_PULL_BYTES, SmallPull, SmallPulls
@@ -251,9 +252,17 @@ class GpuBlockCopier(BlockCopier):
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             self._compile(self._templates.of(*sides, ours.chunk.size_bytes), None, has_digest)
 
-    def _awaited(self, pull: Placed) -> None:
-        self._compile(pull, None, False)
-        pull.list_target()
+    def await_pull(
+        self, sender: AttachedPool, plan: Plan, pool: AttachedPool, tables: Mapping[int, BlockTable]
+    ) -> None:
+        stand_ins = any_tables(plan, sender.pool)
+        with sender.hold() as sender_regions, pool.hold() as regions:
+            for chunk in map(plan.chunk, range(plan.chunks)):
+                source = PartSide(sender, sender_regions, Part(plan, chunk, stand_ins, True))
+                target = PartSide(pool, regions, Part(plan, chunk, tables, False))
+                pull = self._templates.await_source(source, target, chunk.size_bytes)
+                self._compile(pull, None, False)
+                pull.list_target()
 
     def _compile(self, placed: Placed, slot: Span | None, has_digest: bool) -> None:
         """Begin to compile the kernels that are missing. Without a free bundle, do nothing."""

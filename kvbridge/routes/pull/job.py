@@ -44,7 +44,7 @@ from ...exchange.orders import AwaitedPull, Digest, Digested, Failure, FenceReac
 from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
-from ...geometry.plan import Part, any_tables
+from ...geometry.plan import Part
 from ..rate import fastest
 from ..slots.slot_routes import machines, memories
 
@@ -177,13 +177,8 @@ class PullRoute:
 
     def await_tables(self, awaited: AwaitedPull, attached: AttachedMemory) -> None:
         """Prepare the reads of a transfer while its sender's block tables are awaited. Raises as the copier's pull."""
-        if (opened := self._peers.get(awaited.memory_id)) is None:
-            return
-        plan, sender = awaited.plan, opened[0]
-        tables = any_tables(plan, sender.pool)
-        for chunk in map(plan.chunk, range(plan.chunks)):
-            theirs, ours = Part(plan, chunk, tables, True), Part(plan, chunk, awaited.tables, False)
-            self._resources.copier.await_source(sender, theirs, attached.memory, ours)
+        if (opened := self._peers.get(awaited.memory_id)) is not None:
+            self._resources.copier.await_pull(opened[0], awaited.plan, attached.memory, awaited.tables)
 
     def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""

@@ -17,7 +17,7 @@ from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier
 from kvbridge.device.copier import CpuBlockCopier
-from kvbridge.device.memory import AttachedPool, Templates, runs
+from kvbridge.device.memory import AttachedPool, PartSide, Templates, runs
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move, Part, any_tables, plan
 from kvbridge.geometry.shard import assign
@@ -246,6 +246,13 @@ def test_a_plan_that_is_used_with_other_memory_moves_what_is_there() -> None:
     assert all(moved.failure is None for moved in copier.poll())
 
 
+def await_source(copier: CpuBlockCopier, sender: AttachedPool, theirs: Any, pool: AttachedPool, ours: Any) -> None:
+    """As a GPU's copier does."""
+    with sender.hold() as sent, pool.hold() as held:
+        sides = PartSide(sender, sent, theirs), PartSide(pool, held, ours)
+        copier._templates.await_source(*sides, ours.chunk.size_bytes)
+
+
 @pytest.mark.parametrize("awaited", ["it", "it, for other blocks", "it, of other memory", "too many"])
 def test_a_pull_that_was_prepared_reads_what_its_sender_names_then(awaited: str) -> None:
     """Until then any blocks stand for the sender's, and nothing moves. What was prepared for another is not used."""
@@ -276,7 +283,7 @@ def test_a_pull_that_was_prepared_reads_what_its_sender_names_then(awaited: str)
             for chunk in map(each.chunk, range(each.chunks)):
                 target = Part(each, chunk, others if awaited == "it, for other blocks" else ours, False)
                 source = stranger if awaited == "it, of other memory" else sender
-                copier.await_source(source, Part(each, chunk, stand_ins, True), pool, target)
+                await_source(copier, source, Part(each, chunk, stand_ins, True), pool, target)
         assert all((region == POISON).all() for region in own.memory)
         assert planned.chunks == 2 and pulled(copier) == right
 
@@ -288,7 +295,7 @@ def test_nothing_is_kept_of_memory_that_is_forgotten() -> None:
     with attached(held) as (_, one), attached(held) as (_, other):
         copier.gather(one, moves, Span(room.data_ptr(), room.numel()), "xxh3")
         copier.pull(other, moves, one, moves)
-        copier.await_source(other, moves, one, moves)
+        await_source(copier, other, moves, one, moves)
         with one.hold() as regions:
             kept = weakref.ref(regions[0])
         del regions

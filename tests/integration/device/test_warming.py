@@ -14,7 +14,7 @@ from kvbridge.device import copier_gpu
 from kvbridge.device.copier import BlockCopier
 from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.memory import PartSide
-from kvbridge.geometry.plan import Planner
+from kvbridge.geometry.plan import Part, Planner
 from testing.oracle import Shape, build
 from testing.waiting import wait_for
 from tests.integration.device.attached import attached
@@ -48,9 +48,12 @@ def test_what_an_awaited_pull_needs_is_compiled_and_listed_for_it() -> None:
     with attached(build(Shape())) as (_, sender), attached(build(Shape())) as (_, pool):
         twin = Planner(pool.pool, pool.pool)
         ((theirs, *_), (ours, *_)) = (twin.samples(1 << 16, is_sender) for is_sender in (True, False))
-        copier.await_source(sender, theirs, pool, ours)
+        copier.await_pull(sender, ours.plan, pool, ours.tables)
         with sender.hold() as sent, pool.hold() as regions:
-            sides = PartSide(sender, sent, theirs), PartSide(pool, regions, ours)
+            sides = (
+                PartSide(sender, sent, Part(ours.plan, ours.chunk, theirs.tables, True)),
+                PartSide(pool, regions, ours),
+            )
             placed = copier._templates.of(*sides, ours.chunk.size_bytes)
     (source,), (target,) = placed.places
     assert copier.seen == [False] and target.offsets and not source.offsets

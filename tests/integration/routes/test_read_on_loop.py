@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
-from kvbridge_proto.pool import Shard
 
 from kvbridge import failpoints
 from kvbridge.dataplane import data_plane as data_plane_module
@@ -48,7 +47,7 @@ class Threads(CpuBlockCopier):
         self.begun.append(threading.get_ident())
         return self._over(0)
 
-    def await_source(self, *_: Any) -> None:
+    def await_pull(self, *_: Any) -> None:
         self.awaited.append(threading.get_ident())
         if self.is_wrong:
             raise RuntimeError("wrong")
@@ -101,8 +100,7 @@ async def serving(copier: Threads, ears: Ears, **more: Any) -> AsyncIterator[Dat
         resources = replace(Agents(stack).sender, copier=copier)
         data_plane = Sleeper(lambda: resources, "us", cast(Any, ears), 5.0, **more)
         await data_plane.start()
-        pool = SimpleNamespace(shard=Shard(), groups=())
-        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None, pool=pool)), lambda: None
+        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None)), lambda: None
         await asyncio.to_thread(wait_for, lambda: data_plane.sleeps and not data_plane._turn.locked())
         yield data_plane
         await data_plane.stop()
@@ -139,7 +137,7 @@ async def test_it_is_begun_here_and_its_end_is_seen_here(copier: Threads, ears: 
 
 
 def await_read(data_plane: DataPlane, chunks: int = 2) -> None:
-    plan: Any = SimpleNamespace(total_bytes=1, chunks=chunks, chunk=lambda index: index, group_plans=())
+    plan: Any = SimpleNamespace(total_bytes=1, chunks=chunks)
     data_plane.give(AwaitedPull("t", WHOSE, plan, {}), cast(Any, SimpleNamespace(memory=object())))
 
 
@@ -149,7 +147,7 @@ async def test_it_is_prepared_here_while_its_sender_is_asked(copier: Threads, ea
     async with serving(copier, ears) as data_plane:
         copier.is_wrong = is_wrong
         await_read(data_plane)
-        assert copier.awaited == [LOOP] * (1 if is_wrong else 2) and not copier.begun
+        assert copier.awaited == [LOOP] and not copier.begun
         read(data_plane)
         await until(lambda: ears.ended == ["t"])
 
