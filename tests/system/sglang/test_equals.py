@@ -5,42 +5,29 @@ Each answer must be the one that a server alone gives.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from kvbridge_proto.common import PREFIX_TOKENS
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
-from testing.kept import AllMeet, kept
+from testing.kept import SYSTEM, TRIES, AllMeet, kept
 from testing.waiting import wait_for
 from tests.system.sglang.fleet import Answer, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
 from tests.system.sglang.server import Server, ServerConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
-SYSTEM, USER, ANSWER = 1000, 40, 12  # tokens
+ANSWER = 12  # tokens
 KEPT = SYSTEM // PREFIX_TOKENS * PREFIX_TOKENS
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
 KEEPS = {"KVBRIDGE_ENGINE_RETURN_S": "600"}
 SMALL = ServerConfig("prefill", max_total_tokens=4096, environment=KEEPS)
 OTHERS = {"p16-keeps": SMALL, "p64-keeps": replace(SMALL, page_size=64)}
 DECODES = "d16"
-TRIES = 100
 
 
 class Equals(AllMeet[Server], Fleet):
     """Two prefill servers that keep their prompts, a decode server, and one alone."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **more: Any) -> None:
-        super().__init__(folder, stack, **more)
-        self._seeds = iter(range(100, 1_000_000))
-
-    def users(self, count: int) -> list[list[int]]:
-        """Prompts with one new system prompt."""
-        system = prompt(SYSTEM, seed=next(self._seeds))
-        return [system + prompt(USER, seed=next(self._seeds)) for _ in range(count)]
 
     def answers(self, sender: str, tokens: list[int]) -> int:
         """Through this prefill server, as one alone does; returns how many of its tokens that had not to compute."""
