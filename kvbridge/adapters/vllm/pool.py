@@ -91,9 +91,14 @@ def _compressor(member: KVLayer, layers: Mapping[str, Any], blocks: int) -> Comp
 
 
 def _has_private_blocks(config: VllmConfig) -> bool:
-    """Whether no block is ever another request's too. A connector beside ours may keep blocks for others."""
-    connector = getattr(config.kv_transfer_config, "kv_connector", "")
-    return connector == CONNECTOR_NAME and not config.cache_config.enable_prefix_caching
+    """Whether no block is ever another request's too. A connector beside ours may keep blocks for others.
+
+    Ours gets a config of its own, which does not name the others (MultiConnector).
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    is_alone = not has_kv_transfer_group() or type(get_kv_transfer_group()).__name__ == CONNECTOR_NAME
+    return is_alone and not config.cache_config.enable_prefix_caching
 
 
 def _groups(cache: KVCacheConfig, config: VllmConfig, open_tokens: Mapping[int, int]) -> tuple[Group, ...]:

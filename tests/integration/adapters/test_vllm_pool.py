@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import torch
 from kvbridge_proto.pool import Pool, Shard, Step
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -25,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm import worker
+from kvbridge.adapters.vllm.connector import KVBridgeConnector
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
@@ -78,7 +81,6 @@ def build(
     drafts: Any = None,
     backends: dict[str, str] | None = None,
     groups: list[KVCacheGroupSpec] | None = None,
-    connector: str = "KVBridgeConnector",
     **parallel: int,
 ) -> Pool:
     """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26.
@@ -107,7 +109,7 @@ def build(
             | (model or {}),
         ),
         cache_config=SimpleNamespace(**{"cache_dtype": kv_cache_dtype, "enable_prefix_caching": True} | (cache or {})),
-        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+        kv_transfer_config=SimpleNamespace(kv_connector="KVBridgeConnector"),
         compilation_config=SimpleNamespace(static_forward_context={name: attention(name) for name in caches}),
         speculative_config=drafts,
     )
@@ -388,18 +390,19 @@ def test_groups_say_which_tokens_they_keep_and_layers_what_the_model_is() -> Non
 
 @pytest.mark.parametrize(
     ("caching", "connector", "expected"),
-    [(True, "KVBridgeConnector", False), (False, "KVBridgeConnector", True), (False, "MultiConnector", False)],
+    [(True, KVBridgeConnector, False), (False, KVBridgeConnector, True), (False, MultiConnector, False)],
 )
 def test_a_window_may_begin_inside_a_block_that_no_other_request_gets(
-    caching: bool, connector: str, expected: bool
+    caching: bool, connector: type[Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connector beside ours may keep blocks for other requests, as a prefix cache does."""
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object.__new__(connector))
     caches = tensors("BLHN", 2)
     window = SlidingWindowSpec(
         block_size=TOKENS, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.bfloat16, sliding_window=24
     )
     named = dict(zip(caches, (spec(), window), strict=True))
-    pool = build(caches, specs=named, cache={"enable_prefix_caching": caching}, connector=connector)
+    pool = build(caches, specs=named, cache={"enable_prefix_caching": caching})
     assert [group.begins_inside for group in pool.groups] == [False, expected]
 
 

@@ -374,10 +374,15 @@ def test_a_request_takes_as_many_blocks_as_agents_are_asked_for(tmp_path: Path, 
 @pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
 @pytest.mark.parametrize("mode", PREEMPTED)
 def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool, mode: str) -> None:
-    """Its workers clear them before we hear that their request was preempted, while another agent may read them."""
+    """Its workers clear them before we hear that their request was preempted, while another agent may read them.
+
+    Where batches overlap, vLLM keeps back the blocks of an engine that may receive: here its batches do not.
+    """
+    overlap = role == "kv_producer"
+    withdraws = overlap or resets
     more = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
     blocks, shorter = PREEMPTED[mode]
-    one = world(tmp_path, mode, role=role, async_scheduling=True, blocks=blocks, budget=64, **more)
+    one = world(tmp_path, mode, role=role, async_scheduling=overlap, blocks=blocks, budget=64, **more)
     one.agent.is_answering_withdrawals = True
     one.prefill(140), one.prefill(shorter)
     flight, offered, clears, gone = deque[Any](), dict[int, set[int]](), 0, 0
@@ -398,12 +403,12 @@ def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, r
         if offered and resets:  # vLLM has not heard yet that the prompt is computed
             resets = False
             assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
-        if len(flight) > 1:
+        if len(flight) > overlap:
             one.end_step(*flight.popleft())
         for offer in [each for each in offered if number % 8 == 7]:
             one.agent.say(Released(number=offer, request="r"))
             del offered[offer]
-    assert clears > 2 and gone
+    assert clears > 2 and bool(gone) == withdraws
     while flight:
         one.end_step(*flight.popleft())
     one.finish()

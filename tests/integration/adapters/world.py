@@ -330,7 +330,8 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": drafts}
         of = {"target_model_config": described, "target_parallel_config": parallel}
         more["speculative"] = SpeculativeConfig(method="ngram_gpu", **ngrams, **of)
-    return VllmConfig(
+    is_async = more.pop("async_scheduling", False)
+    config = VllmConfig(
         model_config=described,
         speculative_config=more.pop("speculative", None),
         scheduler_config=SchedulerConfig(
@@ -339,7 +340,6 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
             max_model_len=2048,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=more.pop("async_scheduling", False),
             **more,
         ),
         cache_config=cache,
@@ -347,3 +347,5 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         device_config=DeviceConfig("cpu"),
         parallel_config=parallel,
     )
+    config.scheduler_config.async_scheduling = is_async  # vLLM's platform for CPUs takes it back
+    return config

@@ -6,7 +6,8 @@
 Needs vLLM, and two GPUs of 80 GB. Engines find prefixes in their caches. Several chats go on at once: in each turn
 their prompts are prefilled one after the other, and each answer begins when its prompt is ready. Of each turn: how many
 tokens prefill did not compute, the time of its prefill and to the first token of the answer, both by the engines' own
-processes, and how the answers agree with the first pair's. The first chats of each pair compile, and are not counted.
+processes, and with how many tokens the answers agree with the first pair's. The first chats of each pair compile, and
+are not counted.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from typing import Any
 
 from tests.system.engines.engine_process import Result
 from tests.system.engines.fleet import PREFILL, prompt
-from tests.system.gpu.pair_drive import Pair
+from tests.system.gpu.pair_drive import Pair, alike
 from tests.system.gpu.pair_engines import ALONE, ANSWER_S, VLLM, Engines, RunningVLLM
 from tests.system.gpu.pair_run import Found, Run, main
 
-KEEPS_S = 30.0  # longer than a turn, shorter than until the pair's next chats
+KEEPS_S = 15.0  # longer than a turn, shorter than until the pair's next chats
 AT_ONCE = 4
-KV_BYTES = 5 << 30  # of an engine: chats at once and what is kept of them
 Turn = dict[str, Any]
 
 
@@ -91,13 +91,18 @@ class ChatRun(Run):
         ("not computed", 14, lambda found, row, place: statistics.median(row["cached"])),
         ("prefill ms", 12, lambda found, row, place: row["prefill_ms"]),
         ("first ms", 10, lambda found, row, place: row["first_ms"]),
-        ("answers alike", 15, lambda found, row, place: row["alike"]),
+        ("answers alike", 15, lambda found, row, place: statistics.median(row["alike"])),
     )
 
     @staticmethod
     def more_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--turns", type=int, default=4)
         parser.add_argument("--answer", type=int, default=0, help="tokens of each; default: 1000, on a CPU 90")
+        parser.add_argument(
+            "--first", type=int, default=0, help="tokens of the first prompt; default: 1000, on a CPU 100"
+        )
+        parser.add_argument("--kv-gib", type=float, default=5.0, help="KV of a decode engine: half of it may be kept")
+        parser.add_argument("--prefill-kv-gib", type=float, default=5.0, help="if not enough for the chats, it forgets")
 
     def started(self) -> None:
         self.chats, self.said = getattr(self, "chats", {}), getattr(self, "said", {})
@@ -105,23 +110,29 @@ class ChatRun(Run):
     @property
     def sizes(self) -> Sizes:
         first, says = (100, 50) if self.chosen.cpu else (1000, 100)
-        return Sizes(self.chosen.turns, first, says, self.chosen.answer or (90 if self.chosen.cpu else 1000))
+        answer = self.chosen.answer or (90 if self.chosen.cpu else 1000)
+        return Sizes(self.chosen.turns, self.chosen.first or first, says, answer)
 
     def every(self) -> list[Pair]:
         near, far = (0,), (1,) if self.gpus != 1 else (0,)
-        block, more = 32, dict[str, Any](backend="")
-        if not self.chosen.cpu:
-            block, more = 16, {"has_graphs": True, "more": (("kv_cache_memory_bytes", KV_BYTES),)}
+        block = 32 if self.chosen.cpu else 16
+
+        def engine(name: str, gpus: tuple[int, ...], gib: float, **settings: Any) -> VLLM:
+            if self.chosen.cpu:
+                settings["backend"] = ""
+            else:
+                settings |= {"has_graphs": True, "more": (("kv_cache_memory_bytes", int(gib * (1 << 30))),)}
+            return VLLM(name, gpus, block, has_prefixes=True, **settings)
+
         pairs = []
         for name, settings in (
-            ("kept", {"keeps_s": KEEPS_S}),
+            ("kept", dict[str, Any](keeps_s=KEEPS_S)),
             ("computed", {}),
             ("nixl", {"keeps_s": KEEPS_S, "is_nixl": True}),
         ):
-            each = more | settings | {"has_prefixes": True}
-            prefill, decode = (f"{name} {side}".replace(" ", "-") for side in "pd")
-            pairs.append(Pair(name, VLLM(prefill, near, block, **each), VLLM(decode, far, block, **each)))
-        alone = VLLM(ALONE, far, block, **more, is_nixl=True, has_prefixes=True)
+            prefill = engine(f"{name}-p", near, self.chosen.prefill_kv_gib, **settings)
+            pairs.append(Pair(name, prefill, engine(f"{name}-d", far, self.chosen.kv_gib, **settings)))
+        alone = engine(ALONE, far, self.chosen.kv_gib, is_nixl=True)
         return [*pairs, Pair(ALONE, alone, alone)]
 
     def talk(self) -> None:
@@ -146,14 +157,14 @@ class ChatRun(Run):
         first = self.said[self.pairs[0].name]
         for turn in range(self.sizes.turns):
             times = {name: [round(chat[turn][name], 2) for chat in chats] for name in ("prefill_ms", "first_ms")}
-            alike = [ours[turn] == theirs[turn] for ours, theirs in zip(self.said[pair.name], first, strict=True)]
+            both = zip(self.said[pair.name], first, strict=True)
             found.rows.append(
                 {
                     "tokens": chats[0][turn]["tokens"],
                     "cached": [chat[turn]["cached"] for chat in chats],
                     **{name: round(statistics.median(each), 2) for name, each in times.items()},
                     "all": times,
-                    "alike": f"{sum(alike)} of {len(alike)}",
+                    "alike": [alike(ours[turn], theirs[turn]) for ours, theirs in both],
                 }
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import statistics
 import time
@@ -187,7 +188,7 @@ def _streamed(server: Server, body: dict[str, Any]) -> tuple[list[int], float]:
 
 def alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """How many tokens, from the first on."""
-    return next((i for i in range(DECODED) if ours[i] != theirs[i]), DECODED)
+    return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=True)))
 
 
 def parting(ours: Sequence[int], theirs: Voice, place: int, tie: float) -> str:
