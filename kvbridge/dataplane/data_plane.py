@@ -250,7 +250,7 @@ class DataPlane:
         try:
             self._pulling.await_tables(awaited, attached)
         except Exception:
-            log.debug("a read was not prepared: transfer=%s", awaited.transfer, exc_info=True)  # it will say so itself
+            log.debug("a read was not prepared", exc_info=True)  # it will say so itself
         finally:
             self._turn.release()
 

@@ -67,7 +67,7 @@ def of_deploy(folder: Path, places: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def of_operator(folder: Path, place: str) -> dict[str, Any]:
-    """What the Prometheus operator makes of the PodMonitor, for a pod of the example's StatefulSet at this address."""
+    """What the Prometheus operator makes of the PodMonitor, for a pod of the example's leaders at this address."""
     monitor, labels = named(EXAMPLE, "PodMonitor", "kvbridge"), pod(EXAMPLE, "prefill")["metadata"]["labels"]
     spec, namespace = monitor["spec"], monitor["metadata"]["namespace"]
     name = f"{namespace}/{monitor['metadata']['name']}"
@@ -94,17 +94,22 @@ def of_kube_state_metrics(place: str) -> dict[str, Any]:
 
 
 class KubeStateMetrics(Answers):
-    """What it says of the example's Deployment and StatefulSet, each scaled to `replicas`."""
+    """What it says of the example's Deployment and LeaderWorkerSet, each scaled to `replicas`.
+
+    The latter's controller makes a StatefulSet of leaders, and one of each leader's workers.
+    """
 
     replicas: ClassVar[dict[str, int]] = {}
 
     def do_GET(self) -> None:
         lines = []
-        metrics = {"Deployment": "kube_deployment_spec_replicas", "StatefulSet": "kube_statefulset_replicas"}
-        for each in (each for each in built(EXAMPLE) if each["kind"] in metrics):
-            name, namespace = each["metadata"]["name"], each["metadata"]["namespace"]
-            labels = f'namespace="{namespace}",{each["kind"].lower()}="{name}"'
-            lines.append(f"{metrics[each['kind']]}{{{labels}}} {self.replicas[name]}\n")
+        for each in (each for each in built(EXAMPLE) if each["kind"] in ("Deployment", "LeaderWorkerSet")):
+            name, labels = each["metadata"]["name"], f'namespace="{each["metadata"]["namespace"]}"'
+            if each["kind"] == "Deployment":
+                lines.append(f'kube_deployment_spec_replicas{{{labels},deployment="{name}"}} {self.replicas[name]}\n')
+                continue
+            for made in (name, *(f"{name}-{leader}" for leader in range(self.replicas[name]))):
+                lines.append(f'kube_statefulset_replicas{{{labels},statefulset="{made}"}} {self.replicas[made]}\n')
         self.answer(200, "".join(lines))
 
 
@@ -205,7 +210,7 @@ def fleet(folder: Path) -> Iterator[tuple[Server, OracleEngine, OracleEngine, st
         receiver.attach()
         proxy = stack.enter_context(proxied(folder))
         places = {"kvbridge": f"127.0.0.1:{ports[0]}", "kvbridge-proxy": proxy}
-        KubeStateMetrics.replicas = {"prefill": 1, "decode": 0}
+        KubeStateMetrics.replicas = {"prefill": 1, "prefill-0": 0, "decode": 0}
         scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
         scraped += [of_kube_state_metrics(stack.enter_context(listening(KubeStateMetrics)))]
         server = stack.enter_context(closing(Server(folder, scraped)))
@@ -357,7 +362,7 @@ def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(tmp_path: Path
         }
         missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
         assert not server.query(missing)
-        KubeStateMetrics.replicas["prefill"] = 2  # one pod more is wanted, and nobody finds it
+        KubeStateMetrics.replicas["prefill-0"] = 1  # one pod more is wanted, and nobody finds it
         server.wait(missing)
         for engine in (sender, receiver):
             engine.agent.kill()

@@ -37,6 +37,7 @@ from msgspec.structs import replace
 from kvbridge.dataplane.orders import LandedChunk, LeavingChunk, OrderedReceive, ReceiveOrders, SendOrders
 from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.orders import (
+    AwaitedPull,
     Credit,
     Failure,
     Fill,
@@ -148,7 +149,7 @@ def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, recei
             receive_orders.lend(order)
         case StopReceiving():
             receive_orders.stop(order)
-        case Warm() | WarmPull():
+        case Warm() | WarmPull() | AwaitedPull():
             pass
         case _:
             raise AssertionError(order)
