@@ -98,7 +98,10 @@ def _common(kept: Sequence[bytes], prefixes: Sequence[bytes]) -> int:
 
 def kept_page(kept: KeptAnswers, query: str) -> bytes:
     """The page /kept. Raises ValueError, with what is wrong with the query."""
-    text = parse_qs(query).get("prefixes", [""])[0]
+    try:
+        text = parse_qs(query, max_num_fields=1).get("prefixes", [""])[0]
+    except ValueError:  # splitting thousands holds the interpreter
+        raise ValueError("got several parameters, need prefixes alone") from None
     count, rest = divmod(len(text), 2 * PREFIX_BYTES)
     if rest or count > MOST_PREFIXES:
         raise ValueError(f"prefixes: got {len(text)} digits, need {2 * PREFIX_BYTES} for each, {MOST_PREFIXES} at most")

@@ -83,6 +83,7 @@ class Pages:
     ) -> None:
         encode, kind = choose_encoder("")
         self._lookups = lookups
+        self._looking_up = threading.Lock()  # one at a time, as they hold the interpreter
         self._why_ill = why_ill
         self._kept = {"/metrics": KeptPage(kind, lambda: encode(registry))}
         self._kept |= {path: KeptPage(JSON, make) for path, make in pages.items()}
@@ -100,7 +101,8 @@ class Pages:
                 status, text = "503 Service Unavailable", b"the event loop does not come round\n"
         elif (lookup := self._lookups.get(path)) is not None:
             try:
-                kind, text = JSON, lookup(environ["QUERY_STRING"])
+                with self._looking_up:
+                    kind, text = JSON, lookup(environ["QUERY_STRING"])
             except ValueError as error:
                 status, text = "400 Bad Request", f"{error}\n".encode()
         else:

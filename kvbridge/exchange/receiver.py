@@ -435,7 +435,7 @@ class Receiver:
 
         But what was offered before is gone with the agent that had it: wants of that end. The others wait on.
         """
-        reason = f"{address}: its host refuses the connection, so the agent to which this was offered is gone"
+        reason = f"{address}: its host refuses the connection, so the agent to which this was offered is taken for gone"
         actions: list[Action] = []
         for wanted in self._in(WantState.REACHING):
             is_over = wanted.want.is_offered and wanted.started <= since

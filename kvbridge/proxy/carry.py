@@ -47,7 +47,7 @@ BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to 
 SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
 LOST = ("ended_early", "timed_out", "engine_error")  # how a stream fails that another engine may go on with
 MOST_RESUMED = ATTEMPTS - 1  # times that an answer goes on after its engine failed: it may be why
-MOVES_AT_ONCE = 16  # answers that wait for another engine to go on; the others run on where they are until then
+MOVES_AT_ONCE = 16  # answers that wait for another engine to go on; others run on where they are until then, or wait
 BODY_PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
 TRY_ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
 
@@ -133,6 +133,7 @@ class Carrier:
         self._places = asyncio.Semaphore(places)
         self._has_fallback, self._moves = has_fallback, moves
         self._moving = 0
+        self._resuming = asyncio.Semaphore(MOVES_AT_ONCE)
 
     def can_serve(self) -> bool:
         """Whether a request could be carried now."""
@@ -236,7 +237,8 @@ class Carrier:
         failure = failed[-1]
         call.awaits.discard(failure.engine.label)
         try:
-            opened = await self._opened(stack, answer.rest(is_kept=False), call, [each.engine for each in failed])
+            async with self._resuming:
+                opened = await self._opened(stack, answer.rest(is_kept=False), call, [each.engine for each in failed])
         except (NoEngine, *LEG_FAILURES) as error:
             self._fleet.sparing.say("not resumed", f"not resumed: of {failure.engine.label}: {error}")
             raise failure from None

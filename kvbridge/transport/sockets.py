@@ -99,7 +99,11 @@ class Port:
 
         self._end_look = end
         late = self._loop.call_later(CONNECT_MS / 1000, end)
-        if (error := calling.connect_ex(numeric(self._endpoint))) != errno.EINPROGRESS:
+        try:
+            error = calling.connect_ex(numeric(self._endpoint))
+        except OSError:  # such as an address of an interface that is gone
+            return end()
+        if error != errno.EINPROGRESS:
             ended(error)
         else:
             self._loop.add_writer(fd, lambda: ended(calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))

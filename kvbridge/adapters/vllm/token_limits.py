@@ -5,10 +5,15 @@ vLLM's API server applies them to each call, and so would count anew. What a cli
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
+from vllm.logger import init_logger
+
+from ...oneline import OneLine
 from .params import ANSWERED, HAS_LIMIT
+
+log = init_logger("vllm.kvbridge.limits")
+log.addFilter(OneLine())
 
 
 class ConfiguredLimits(NamedTuple):
@@ -19,20 +24,14 @@ class ConfiguredLimits(NamedTuple):
 
 
 class TokenLimits:
-    """`model` is vLLM's ModelConfig."""
+    """`model` is vLLM's ModelConfig. Its generation config is read at once: a hub may be slow, or away."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @cached_property
-    def _limits(self) -> ConfiguredLimits:
-        """As vLLM 0.32's API server has them. Read when it is needed: most engines never get such an answer."""
-        given = self._model.override_generation_config.get("max_new_tokens")
-        source = self._model.generation_config
-        unlimited = (
-            given if given or source == "vllm" else self._model.try_get_generation_config().get("max_new_tokens")
-        )
-        return ConfiguredLimits(given if source in ("auto", "vllm") else unlimited, unlimited)
+        try:
+            self._limits = _configured(model)
+        except Exception as error:  # such as a hub that cannot be reached; vLLM's own server looks, too
+            log.warning("the model's generation config cannot be read, so it limits no answer that goes on: %s", error)
+            self._limits = ConfiguredLimits(None, None)
 
     def apply(self, request: Any) -> None:
         """Count what was answered before, if its parameters say so, and leave these as they would be without."""
@@ -43,3 +42,10 @@ class TokenLimits:
         limit = self._limits.of_all if params.get(HAS_LIMIT) else self._limits.of_unlimited
         if type(answered := params[ANSWERED]) is int and answered > 0 and limit is not None:
             request.max_tokens = min(request.max_tokens, max(1, limit - answered))
+
+
+def _configured(model: Any) -> ConfiguredLimits:
+    """As vLLM 0.32's API server has them."""
+    given, source = model.override_generation_config.get("max_new_tokens"), model.generation_config
+    unlimited = given if given or source == "vllm" else model.try_get_generation_config().get("max_new_tokens")
+    return ConfiguredLimits(given if source in ("auto", "vllm") else unlimited, unlimited)

@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
+from kvbridge.adapters.vllm.token_limits import TokenLimits
 from tests.integration.adapters.fake_agent import FakeAgent, squatter
 from tests.integration.adapters.world import BLOCK, World
 
@@ -738,6 +739,7 @@ def test_limits_of_the_model_count_what_other_engines_answered(
     model.override_generation_config = {"max_new_tokens": given} if given else {}
     written = {"max_new_tokens": file} if file else {}
     (Path(model.model) / "generation_config.json").write_text(json.dumps(written))
+    world.connector.scheduler._limits = TokenLimits(model)
     request = world.decode(40, max_tokens=1000, answered=30, has_limit=has_limit)
     assert request.max_tokens == most
     assert not {"answered", "has_limit"} & request.kv_transfer_params.keys()
@@ -746,3 +748,17 @@ def test_limits_of_the_model_count_what_other_engines_answered(
     assert alone.max_tokens == most and alone.kv_transfer_params is None
     for odd in (0, -3, True, "30", None, 1.5):
         assert world.request(40, max_tokens=1000, answered=odd).max_tokens == 1000
+
+
+def test_a_generation_config_that_cannot_be_read_is_no_limit_and_is_not_read_again(world: World) -> None:
+    """A hub may be away, and vLLM's scheduler must not wait for it."""
+    tries: list[None] = []
+
+    def away() -> None:
+        tries.append(None)
+        raise ConnectionError("the hub is away")
+
+    model = SimpleNamespace(override_generation_config={}, generation_config="auto", try_get_generation_config=away)
+    world.connector.scheduler._limits = TokenLimits(model)
+    assert [world.request(40, max_tokens=1000, answered=30).max_tokens for _ in range(2)] == [1000, 1000]
+    assert len(tries) == 1

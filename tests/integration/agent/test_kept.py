@@ -85,6 +85,7 @@ def test_a_scheduler_is_told_how_much_of_a_prompt_an_engine_keeps(bench_of: Benc
     for wrong, text in (("ab", "got 2 digits, need 40 for each"), ("zz" * 20, "need hexadecimal digits")):
         code, told = asked(("127.0.0.1", ports[0]), f"/kept?prefixes={wrong}")
         assert code == 400 and text in told, told
+    assert asked(("127.0.0.1", ports[0]), "/kept?" + "a=1&" * 9)[0] == 400
     assert asked(("127.0.0.1", ports[1]), "/kept")[0] == 404, "only if it is asked for"
     bench.receiver.client.send(Withdraw(number=number_of("answer")))
     heard(bench.sender)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvbridge.proxy import carry
 from kvbridge.proxy.bodies import PromptAsk, encode, read
 from kvbridge.proxy.events import DONE, StreamEvent
 from kvbridge.proxy.fleet import Role, read_engine
@@ -449,6 +450,21 @@ async def test_if_an_engine_fails_its_answers_go_on_at_another(how: str) -> None
         status, events = await task
         assert status == 200 and answer_of(events) == WHOLE
         assert f'moves_total{{engine="{named(first.engine)}",outcome="resumed"}} 1.0' in await w.metrics()
+
+
+async def test_not_all_answers_of_an_engine_that_fails_go_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carry, "MOVES_AT_ONCE", 1)
+    async with counting() as (w, (first, second)):
+        assert w.fleet.drain(named(second.engine), True)
+        tasks = [await started(w, first) for _ in range(3)]
+        await w.until(lambda: len(first.engine.got) == 3 and first.given == 10)
+        assert w.fleet.drain(named(second.engine), False)
+        await first.engine.stop()
+        await w.until(lambda: bool(second.engine.got))
+        await asyncio.sleep(0.3)
+        assert (len(w.prefill.got), len(second.engine.got)) == (4, 1), "the others wait"
+        second.allow(100)
+        assert [answer_of(events) for _, events in await asyncio.gather(*tasks)] == [WHOLE] * 3
 
 
 async def test_an_answer_that_ends_its_engines_goes_on_twice_and_no_more() -> None:

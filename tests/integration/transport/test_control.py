@@ -17,6 +17,7 @@ from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refu
 
 from demo.processes import free_port
 from kvbridge.errors import OperatorError
+from kvbridge.transport import sockets
 from kvbridge.transport.control import Control
 from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Retried, Settings
 from testing.proc import descriptors
@@ -147,6 +148,15 @@ async def test_a_host_that_refuses_is_told_from_one_that_is_silent(host: str) ->
             assert await refusals_seen(receiver, f"tcp://{host}:{listening.getsockname()[1]}", 1) == 0
         for link in receiver.links:
             receiver.look_if_refused(link, lambda: None)
+    assert descriptors() == before
+
+
+async def test_an_address_that_nobody_can_connect_to_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a link-local one whose interface is gone."""
+    before = descriptors()
+    async with Control("receiver", settings=Settings(connect_s=600.0)) as receiver:
+        monkeypatch.setattr(sockets, "numeric", lambda endpoint: ("fe80::1%gone", 1))
+        assert await refusals_seen(receiver, f"tcp://[::1]:{free_port()}", 1) == 0
     assert descriptors() == before
 
 
