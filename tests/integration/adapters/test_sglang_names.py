@@ -37,7 +37,7 @@ CLASSES = [
     if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("CommonKV") for base in node.bases)
 ]
 MANAGER = f"{HERE}.manager.KVBridgeManager"
-OF_MANAGER = {"scores", "options", "owners", "queue", "rooms", "talk", "turns"}  # our own
+OF_MANAGER = {"kept", "options", "owners", "queue", "rooms", "scores", "talk"}  # our own
 OF_MANAGER |= {"weights_changes", "gives_up_at_once"}
 # What else we read: of objects that SGLang hands us, and what we set for SGLang to read.
 READ = {
