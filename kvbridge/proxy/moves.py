@@ -92,7 +92,9 @@ class MovableAnswer:
         self._tokens = array("q")
         self._given = 0  # characters that the client has
         self._ends: list[tuple[int, int]] = []  # tokens and characters up to the end of a token that is not given yet
-        self._held = max(map(len, _stops(ask.body)), default=1) - 1  # characters that the engine holds back
+        self._stops = _stops(ask.body)
+        self._held = max(map(len, self._stops), default=1) - 1  # characters that the engine holds back
+        self._last = ""  # so many, which the client has
         self._moved = 0  # tokens of the engines before
         self._is_over = self._is_moved = False
         self._shape: Fields = {}  # of an event of the first engine
@@ -124,7 +126,12 @@ class MovableAnswer:
         return PromptAsk(COMPLETIONS, body, answered=count, is_kept=is_kept, has_limit=left is not None)
 
     def _cut(self) -> int:
-        """How many tokens the client has the text of, 0 if that ends within one, or nobody knows."""
+        """How many tokens the client has the text of. 0 if that ends within one, or nobody knows.
+
+        Or if it ends with the beginning of a stop string: of a prompt that ends so, the next engine would not see it.
+        """
+        if any(self._last.endswith(stop[:most]) for stop in self._stops for most in range(1, len(stop))):
+            return 0
         count = next((tokens for tokens, end in self._ends if end == self._given), 0)
         return 0 if self._wants_tokens and count < len(self._tokens) else count  # the client has the ids of the others
 
@@ -184,6 +191,7 @@ class MovableAnswer:
             self.stays = self.stays or "no token_ids"
         self._tokens.extend(tokens)
         self._given += len(text)
+        self._last = (self._last + text)[-self._held :] if self._held else ""
         self._ends = [each for each in self._ends if each[1] >= self._given]
         if text and len(tokens) == 1:  # the text of a token comes whole, and all before it with it
             self._ends.append((len(self._tokens), self._given + self._held))

@@ -145,6 +145,18 @@ def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(path: str, 
     assert cuts > 50
 
 
+@pytest.mark.parametrize("stop", ["END", ["Ex!", "?"]], ids=str)
+def test_no_answer_is_cut_where_a_stop_string_may_have_begun(stop: Any) -> None:
+    """What follows is sampled anew, and the next engine looks for a stop string in that alone."""
+    body, cut = {"max_tokens": 100, "stop": stop}, []
+    answer, got = MovableAnswer(ask(COMPLETIONS, **body)), []
+    for event in Engine(body, COMPLETIONS, [b"a", b"b", b"E", b"x", b"E", b"N", b"y", b"z", b"z", b"z"]).events([1]):
+        got.append(taken(answer, event))
+        cut += [text_of(got)] if answer.can_be_cut else []
+    begun = [each for each in cut if each.endswith(("E", "EN") if stop == "END" else ("E", "Ex"))]
+    assert cut and not begun, cut
+
+
 @pytest.mark.parametrize(
     ("path", "more", "reason"),
     [
