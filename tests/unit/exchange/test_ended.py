@@ -232,4 +232,4 @@ def test_what_a_dead_agent_had_offered_is_not_waited_for_and_what_its_successor_
     world.do(receiver, receiver.receiving.absent(last.name, 1.0, world.now))
     assert world.answers().keys() == {"before", "offered"}
     failure = world.failure("offered")
-    assert failure.code == "peer_unreachable" and last.name in failure.reason and "is gone" in failure.reason
+    assert failure.code == "peer_unreachable" and last.name in failure.reason and "taken for gone" in failure.reason
