@@ -322,7 +322,7 @@ async def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(door
 async def test_a_receiver_hears_when_the_senders_agent_is_gone(path: Path) -> None:
     async with opened(path) as door:
         handed = await open_memory(ticket_of(door), "decode-0")
-    assert "taken for gone" in await handed.ending() and handed.is_peer_gone
+    assert "is gone" in await handed.ending() and handed.is_peer_gone
     handed.close()
     assert handed.is_closed
 

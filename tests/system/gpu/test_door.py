@@ -85,7 +85,7 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
         ):
             assert pulled(NHD16, pool, HND64, ours, move) == ""
             sender.process.send_signal(signal.SIGKILL)
-            assert "taken for gone" in await handed.ending()
+            assert "is gone" in await handed.ending()
             sender.process.wait()
             for _ in range(3):
                 assert pulled(NHD16, pool, HND64, ours, move) == ""
