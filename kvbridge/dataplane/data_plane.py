@@ -217,16 +217,17 @@ class DataPlane:
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None) -> None:
         """Give an order; they are taken up one after the other. `attached` is our engine's, None once it has left."""
-        match order:
-            case AwaitedPull():
-                if attached is not None and self._may_begin_here(order.plan, order.plan.chunks):
-                    self._await_here(order, attached)
-            case Pull() if attached is not None and self._may_begin_here(
-                order.plan, order.end_chunk - order.first_chunk
-            ):
-                self._begin_here(order, attached)
-            case _:
-                self._put(partial(self._take_up, order, attached, self._clock()))
+        if isinstance(order, AwaitedPull):
+            if attached is not None and self._may_begin_here(order.plan, order.plan.chunks):
+                self._await_here(order, attached)
+            return
+        if (
+            isinstance(order, Pull)
+            and attached is not None
+            and self._may_begin_here(order.plan, order.end_chunk - order.first_chunk)
+        ):
+            return self._begin_here(order, attached)
+        self._put(partial(self._take_up, order, attached, self._clock()))
 
     def _may_begin_here(self, plan: Plan, chunks: int) -> bool:
         """Whether the loop may begin a read of so many chunks. If so it has the turn, and must end it."""

@@ -39,7 +39,7 @@ class RollCall:
     def first(self) -> AgentAddress:
         return self.agents.get((0, 0), AgentAddress())
 
-    def are(self, changed: dict[RankKey, AgentAddress]) -> bool:
+    def update(self, changed: dict[RankKey, AgentAddress]) -> bool:
         """What workers report, at the start or later. Whether this changes anything."""
         self.has_workers = True
         before, self.agents = self.agents, self.agents | changed
@@ -50,8 +50,8 @@ class RollCall:
         agents = sorted(self.agents.items(), key=lambda each: each[0])
         return Directory(ranks=tuple(Rank(tp_rank=tp, pp_rank=pp, address=agent.address) for (pp, tp), agent in agents))
 
-    def is_due(self) -> bool:
-        """Whether the next step is to ask the workers; they are asked once. `is_asking` says how long that lasts."""
+    def begin_if_due(self) -> bool:
+        """Begin to ask if the last report is old. Whether the next step is to ask the workers, who are asked once."""
         now = self.clock()
         known_s = KEPT_KNOWN_S if self.has_heard_kept and not self._was_answered else KNOWN_S
         if is_due := self._asked_at is None and now - self._known_at > (known_s if self.is_all else GONE_KNOWN_S):

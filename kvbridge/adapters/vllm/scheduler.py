@@ -199,7 +199,7 @@ class SchedulerSide:
     # Agents:
 
     def agents_are(self, addresses: dict[RankKey, AgentAddress]) -> None:
-        if self._agents.are(addresses):
+        if self._agents.update(addresses):
             self._kept.clear()  # a new agent is told again
             if self._agents.is_all:
                 self._step.before.append(self._agents.directory())
@@ -490,7 +490,7 @@ class SchedulerSide:
         """
         receiving = self._receiving.get(request.request_id)
         if receiving is not None or request.request_id in self._sending or self._agents.has_heard_kept:
-            self._step.is_roll_call |= self._agents.is_due()
+            self._step.is_roll_call |= self._agents.begin_if_due()
             if self._agents.is_asking:
                 return None, False
         if receiving is None and self._awaits_kept(request, computed):

@@ -18,6 +18,7 @@ from testing.sim.run import play, prepared
 from testing.sim.scenario import OF_MESSAGES, PULLED, Fault, FaultKind, Scenario, SimRequest, make
 from testing.sim.world import ScenarioOutcome, World
 from tests.unit.sim.mutations import switched_off
+from tests.unit.sim.test_slow_peers import TEMPLATE
 
 
 def test_what_an_engine_says_arrives_in_order() -> None:
@@ -165,23 +166,7 @@ def test_an_answer_moves_though_a_side_is_lost_at_any_step(who: str, route: str)
     assert ("released", "done") in ends and len(ends) > 1, ends
 
 
-ASKED = SimRequest(
-    number=1,
-    prefill="P0",
-    decode="D0",
-    sender="p00",
-    at=0.1,
-    want_at=0.1,
-    tokens=8,
-    first_token=0,
-    piece_tokens=8,
-    piece_s=0.001,
-    deadline_s=2.0,
-    hold_s=3.0,
-    is_fenced=False,
-    withdraw_s=None,
-    abandon_s=None,
-)
+ASKED = replace(TEMPLATE, number=1, at=0.1, want_at=0.1, piece_s=0.001, deadline_s=2.0, hold_s=3.0)
 
 
 def _calm(route: str, *requests: SimRequest) -> Scenario:
