@@ -53,7 +53,7 @@ class KeptFetches:
     def attached_to(self, attached: Any) -> None:
         if attached is not self._attached:
             self._attached = attached
-            self._kept.clear()
+            self._kept.told_by(attached.agent.address)
 
     def heard(self, kept: KeptBy) -> None:
         self._kept.heard(kept)

@@ -22,11 +22,13 @@ from kvbridge_proto.engine import Abandon, Want
 class Fetch:
     """A want, and by its number and theirs the requests whose blocks get its rows. `waiting` have no blocks yet.
 
+    `is_kept`: it is of what another engine keeps, not of a prompt prefilled for these requests.
     `is_over` once all workers have reported it; `has_failed` if one did not get the rows. `returns` are empty wants.
     """
 
     want: Want
     requests: dict[int, Any]
+    is_kept: bool = False
     waiting: set[str] = field(default_factory=set)
     returns: list[Want] = field(default_factory=list)
     is_over: bool = False
@@ -52,9 +54,9 @@ class Fetches:
         """Whether rows of this request may still be written."""
         return request_id in self._of_request
 
-    def begin(self, request: Any, want: Want) -> None:
+    def begin(self, request: Any, want: Want, is_kept: bool = False) -> None:
         """This want is sent."""
-        fetch = Fetch(want, {want.number: request})
+        fetch = Fetch(want, {want.number: request}, is_kept)
         self._of_request[request.request_id] = want.number, fetch
         self._of_prompt[want.sender, want.rendezvous] = fetch
 
@@ -98,16 +100,16 @@ class Fetches:
             del self._of_prompt[key]
         return [Abandon(number=fetch.want.number, reason=reason)]
 
-    def failed(self, request_ids: Set[str], blocks: Set[int]) -> list[Want]:
+    def failed(self, request_ids: Set[str], blocks: Set[int]) -> list[tuple[str, Fetch]]:
         """A worker did not get these requests' rows, or, as vLLM before 0.30 is told, not those of these blocks.
 
-        Returns what has failed so far of all that is under way.
+        Returns the requests whose fetch has failed so far, of all that is under way.
         """
         for request_id, (number, fetch) in self._of_request.items() if request_ids or blocks else ():
             if number == fetch.want.number:
                 ids = chain.from_iterable(piece.ids for piece in fetch.want.blocks)
                 fetch.has_failed |= request_id in request_ids or not blocks.isdisjoint(ids)
-        return [fetch.want for _, fetch in self._of_request.values() if fetch.has_failed]
+        return [(request_id, fetch) for request_id, (_, fetch) in self._of_request.items() if fetch.has_failed]
 
     def reported(self, request_id: str) -> tuple[list[int], list[Want]]:
         """All workers have reported it. Returns the number of a fetch that is over, and what is given back."""

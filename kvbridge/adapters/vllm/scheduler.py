@@ -177,7 +177,7 @@ class SchedulerSide:
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._kept = KeptPrefixes()
-        self._looked_up: set[str] = set()  # requests that fetch no more of what others keep
+        self._looked_up: set[str] = set()  # requests that fetch no (more) of what others keep
         self._outdated: set[str] = set()  # requests that had begun when the weights changed: their rows are of both
         self._came: list[str] = []  # requests of which we know since the last step what to fetch
         # Requests whose prompt will be computed here: its tokens, and why.
@@ -200,7 +200,7 @@ class SchedulerSide:
 
     def agents_are(self, addresses: dict[RankKey, AgentAddress]) -> None:
         if self._agents.update(addresses):
-            self._kept.clear()  # a new agent is told again
+            self._kept.told_by(self._agents.first.address)
             if self._agents.is_all:
                 self._step.before.append(self._agents.directory())
 
@@ -597,7 +597,7 @@ class SchedulerSide:
             self._fetches.join(request, filled, shared, want)
             self._step.joined[filled.number] = shared.want.number
         else:
-            self._fetches.begin(request, filled)
+            self._fetches.begin(request, filled, is_kept=bool(receiving.kept_tokens))
         self._step.before.append(filled)
         self._step.awaited[filled.number] = request.request_id
 
@@ -845,8 +845,11 @@ class SchedulerSide:
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
         failed = getattr(output, "failed_recving", None) or set(), output.invalid_block_ids or set()
-        for want in self._fetches.failed(*failed):
-            self._kept.gone(want.rendezvous)  # the next request is not to wait for it, too
+        for request_id, fetch in self._fetches.failed(*failed):
+            if fetch.is_kept:
+                self._kept.gone(fetch.want.rendezvous)  # the next request is not to wait for it, too
+            else:  # perhaps it went to another engine, which keeps it, or prefill itself does
+                self._looked_up.discard(request_id)
         for request_id in output.finished_recving or ():
             over, returned = self._fetches.reported(request_id)
             self._step.reported += over

@@ -467,16 +467,26 @@ def test_a_request_that_nobody_tagged_fetches_what_is_kept(world: World, agent: 
     world.finish()
 
 
-def test_a_request_that_decode_fetches_whole_asks_nobody_else(world: World, agent: FakeAgent) -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_request_that_does_not_get_what_it_was_offered_fetches_what_is_kept(
+    world: World, agent: FakeAgent, comes: bool
+) -> None:
+    """Such as another answer to one prompt at another engine: the first has taken the offer."""
     said, prompt = turns(world)
     hear(world, kept_of(said))
-    world.decode(prompt=prompt, max_tokens=2)
+    hear(world, kept_of(said, "kept-2"))
+    request = world.decode(prompt=prompt, max_tokens=2)
     world.steps(3)
     want = agent.one(Want)
-    assert want.rendezvous != "kept-1"
-    agent.say(Failed(number=want.number, request="r", code="unknown_offer", reason="none"))
+    assert want.rendezvous not in ("kept-1", "kept-2") and want.end_token == 229
+    agent.say(Failed(number=want.number, request="r", code="already_fetched", reason="taken"))
+    world.steps(3)
+    kept = agent.one(Want)
+    assert (kept.rendezvous, kept.first_token, kept.end_token) == ("kept-2", 0, 128)
+    agent.say(done(kept) if comes else Failed(number=kept.number, request="r", code="unknown_offer", reason="none"))
     world.run()
-    assert not agent.take(Want), "a request that has failed once fetches no more"
+    assert not agent.take(Want), "of what is kept it asks once"
+    assert request.num_output_tokens == 2
     world.finish()
 
 

@@ -92,6 +92,21 @@ def test_a_decode_engine_goes_on_with_what_another_has_answered(fleet: Equals) -
     raise AssertionError("it never fetched the answer")
 
 
+def test_answers_to_one_prompt_at_several_decode_engines_compute_it_once(fleet: Equals) -> None:
+    """One takes what was offered, the other fetches what prefill or the first one keeps of it."""
+    for _ in range(TRIES):
+        (said,) = fleet.users(1)
+        _, prefilled = fleet.prefill("small", said)
+        fleet.step("private")
+        answers = [fleet[name].run(fleet.name("d"), said, ANSWER, prefilled.params) for name in ("large", "private")]
+        assert [list(answer.tokens) for answer in answers] == [fleet.alone(said, ANSWER)] * 2
+        assert answers[0].cached == len(said) - 1
+        if answers[1].cached:
+            assert answers[1].cached == (len(said) - 1) // 128 * 128
+            return
+    raise AssertionError("the second never fetched it")
+
+
 def test_if_the_holders_agent_is_killed_the_prompt_is_computed(fleet: Equals) -> None:
     fleet.fetching("small", "large")  # they know each other
     first, second = fleet.users(2)

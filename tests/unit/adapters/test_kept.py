@@ -49,8 +49,22 @@ def test_the_longest_prefix_wins_and_of_equal_ones_the_latest() -> None:
     assert index.find(prefixes([5] * 200)) is None and index.find(()) is None
     index.heard(KeptBy(sender="tcp://two:1", rendezvous="two"))
     assert "two" not in index and index.find(prefixes([*two, 7])) == KeptPrefix("one", "tcp://one:1", PREFIX_TOKENS)
-    index.clear()
-    assert not index
+    index.told_by("tcp://agent:1")
+    assert not index and index.find(prefixes(one)) is None
+
+
+def test_of_equal_ones_that_of_our_agents_host_wins_and_a_longer_one_elsewhere() -> None:
+    index, prompt = KeptPrefixes(), list(range(200))
+    index.told_by("tcp://here:7700#key")
+    for name in ("here", "elsewhere"):
+        index.heard(told(name, prompt))
+    assert index.find(prefixes(prompt)) == KeptPrefix("here", "tcp://here:1", 3 * PREFIX_TOKENS)
+    longer = [*prompt, *range(300)]
+    index.heard(told("elsewhere", longer))
+    assert index.find(prefixes(longer)) == KeptPrefix("elsewhere", "tcp://elsewhere:1", 7 * PREFIX_TOKENS)
+    assert index.find(prefixes(prompt)) == KeptPrefix("here", "tcp://here:1", 3 * PREFIX_TOKENS)
+    index.gone("here")
+    assert index.find(prefixes(prompt)) == KeptPrefix("elsewhere", "tcp://elsewhere:1", 3 * PREFIX_TOKENS)
 
 
 def test_it_finds_what_a_search_through_everything_finds(monkeypatch: pytest.MonkeyPatch) -> None:
