@@ -183,7 +183,7 @@ def _pass(name: str, all_armed: dict[str, _Armed]) -> None:
     if found.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif found.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # else another thread takes it, later
     elif found.action == "pause":
         time.sleep(found.seconds)
     else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +94,35 @@ def test_kills_its_own_process() -> None:
             [sys.executable, "-c", program], env={failpoints.VARIABLE: said, "PYTHONPATH": str(ROOT)}, timeout=20
         )
         assert ended.returncode == code
+
+
+STOPS = """
+import os, threading
+from kvbridge.failpoints import arm, failpoint
+arm("receiver.read_begun=stop")
+begin = threading.Event()
+def passes():
+    begin.wait()
+    failpoint("receiver.read_begun")
+    os.write(1, b"goes on")
+thread = threading.Thread(target=passes)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+thread.start()
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+begin.set()
+thread.join()
+"""
+
+
+def test_stops_the_thread_that_passes_it_where_it_is() -> None:
+    """A signal to the process is taken by its main thread; until that has a processor, the other would go on."""
+    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        said = select.select([process.stdout], [], [], 0)[0]
+        process.send_signal(signal.SIGCONT)
+        assert not said and process.stdout.read() == b"goes on"
 
 
 def test_an_agent_does_not_start_with_a_name_that_it_does_not_know(tmp_path: Path) -> None:
