@@ -632,11 +632,12 @@ class DataPlane:
         self._flush_reports()  # slots that can be lent again, before the next are scattered
         is_moving = False
         for endpoint in resources.endpoints:
-            events = endpoint.fabric.poll(self._clock())
+            if not (events := endpoint.fabric.poll(self._clock())):
+                continue
+            is_moving = True
             if any(isinstance(event, Noticed) for event in events):
                 self._do_tasks()  # an order is given before its notices can come, but perhaps after we last took orders
             for event in events:
-                is_moving = True
                 if isinstance(event, Noticed):
                     self._notice(event.payload)
                 elif (id(endpoint.fabric), event.id) in self._writing:  # else it is from a probe that was given up
@@ -715,12 +716,13 @@ class DataPlane:
         if self.receive_orders.has_reports:
             received = self.receive_orders.take_reports()
             self._tell(self._listener.on_receive_orders, [*self.receive_orders.take_reached(), *received])
+        if not self._telling:
+            return False
         telling, self._telling = self._telling, []
         self._told.extend(telling)
-        if telling:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                (post or self._loop.call_soon_threadsafe)(_call_all, self._told)
-        return bool(telling)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            (post or self._loop.call_soon_threadsafe)(_call_all, self._told)
+        return True
 
 
 def _call_all(calls: deque[tuple[Callable[..., None], tuple[object, ...]]]) -> None:

@@ -49,21 +49,18 @@ class Deadlines(Generic[K]):
     def due(self, now: float) -> list[K]:
         """Remove and return the keys whose deadline has passed."""
         keys = []
-        while (first := self._first()) is not None and first[0] <= now:
-            heapq.heappop(self._heap)
-            del self._at[first[2]]
-            keys.append(first[2])
+        while (first := self.next()) is not None and first <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._at[key]
+            keys.append(key)
         return keys
 
     def next(self) -> float | None:
         """When the next one is due, or None."""
-        first = self._first()
-        return None if first is None else first[0]
-
-    def _first(self) -> tuple[float, int, K] | None:
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        heap, at = self._heap, self._at
+        while heap and at.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
 
     def _rebuild(self) -> None:
         self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]

@@ -51,13 +51,8 @@ class ReceiveSlots:
         return len(self._free)
 
     def counts(self) -> SlotCounts:
-        states = [slot.state for slot in self._slots]
-        return SlotCounts(
-            free=states.count(SlotState.FREE),
-            lent=states.count(SlotState.LENT),
-            landed=0,
-            quarantined=states.count(SlotState.QUARANTINED),
-        )
+        free, lent = self.free, self.lent
+        return SlotCounts(free=free, lent=lent, landed=0, quarantined=max(0, len(self._slots) - free - lent))
 
     def quarantined(self, of: Collection[str] | None = None) -> frozenset[tuple[int, int]]:
         """Slot and generation of each lease that may still be used to write, by all transfers or these."""
