@@ -285,8 +285,7 @@ class AgentLinks:
             while self._events:
                 yield self._events.popleft()
             self._woken.clear()
-            if not self._events:
-                await self._woken.wait()
+            await self._woken.wait()
 
     def die(self) -> None:
         """The process is gone. Its sockets close; what they had not sent yet is lost."""

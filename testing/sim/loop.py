@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
+from asyncio import _set_running_loop, format_helpers
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
+from heapq import heappop, heappush
 from typing import Any, cast
+
+SPARE_TASKS = 16  # ended tasks that are kept before a look for them
 
 
 class Clock:
@@ -16,12 +20,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.happened = 0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], None], Thread | None]] = []
         self._count = 0
 
-    def at(self, when: float, event: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (max(when, self.now), self._count, event))
+    def at(self, when: float, event: Callable[[], None], thread: Thread | None = None) -> None:
+        """Let it happen then, on this thread, if it is one's: see `Thread.post`."""
+        self._count = count = self._count + 1
+        heappush(self._events, (when if when > self.now else self.now, count, event, thread))
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         self.at(self.now + seconds, event)
@@ -30,9 +35,12 @@ class Clock:
         """Let everything happen that is due by then."""
         events = self._events
         while events and events[0][0] <= until:
-            self.now, _, event = heapq.heappop(events)
+            self.now, _, event, thread = heappop(events)
             self.happened += 1
-            event()
+            if thread is None or not (thread.is_frozen or thread.is_dead):
+                event()
+            elif thread.is_frozen:
+                thread.held.append(event)
         self.now = until
 
     def stop(self) -> None:
@@ -45,47 +53,48 @@ class Thread:
 
     def __init__(self, clock: Clock) -> None:
         self.is_frozen = self.is_dead = False
+        self.held: list[Callable[[], None]] = []  # what has happened to it since it was frozen
         self._clock = clock
-        self._held: list[Callable[[], None]] = []
 
     def post(self, seconds: float, event: Callable[[], None]) -> None:
         """Do this on the thread after so many seconds. Waits while the thread is frozen; dropped if it is dead."""
-        self.post_at(self._clock.now + seconds, event)
+        self._clock.at(self._clock.now + seconds, event, self)
 
     def post_at(self, when: float, event: Callable[[], None]) -> None:
         """As `post`, at a given time. What is posted for the same time keeps its order."""
-        self._clock.at(when, lambda: self._do(event))
-
-    def _do(self, event: Callable[[], None]) -> None:
-        if self.is_frozen:
-            self._held.append(event)
-        elif not self.is_dead:
-            event()
+        self._clock.at(when, event, self)
 
     def freeze(self) -> None:
         self.is_frozen = True
 
     def thaw(self) -> None:
         self.is_frozen = False
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for event in held:
-            self._do(event)
+            if self.is_frozen:
+                self.held.append(event)
+            elif not self.is_dead:
+                event()
 
     def kill(self) -> None:
         self.is_frozen, self.is_dead = False, True
-        self._held.clear()
+        self.held.clear()
 
 
 class ProcessLoop(Thread):
-    """The thread of the loop, with as much of an event loop as asyncio's tasks, futures and timers need."""
+    """The thread of the loop, with as much of an event loop as asyncio's tasks, futures and timers need.
+
+    Nothing here looks at a context, so calls run in none.
+    """
 
     def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
         super().__init__(clock)
         self.after_run: Callable[[], None] = lambda: None
         self._on_error = on_error
-        self._ready: deque[asyncio.Handle] = deque()
+        self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_due = False
         self._tasks: list[asyncio.Task[Any]] = []
+        self._most_tasks = SPARE_TASKS  # after which the ended ones are looked for
         self.asyncio_s = cast(asyncio.AbstractEventLoop, self)
 
     def kill(self) -> None:
@@ -98,20 +107,13 @@ class ProcessLoop(Thread):
 
     # What asyncio calls:
 
-    def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self.asyncio_s, context)
-        self._ready.append(handle)
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None) -> None:
+        self._ready.append((callback, args))
         if not self._is_due and not self.is_dead:
             self._is_due = True
-            self.post(0.0, self._turn)
-        return handle
+            self._clock.at(0.0, self._turn, self)
 
-    def call_soon_threadsafe(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
+    call_soon_threadsafe = call_soon
 
     def call_later(
         self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -122,21 +124,21 @@ class ProcessLoop(Thread):
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self.asyncio_s, context)
-        self._clock.at(when, lambda: self._do(lambda: self._fire(handle)))
+        self._clock.at(when, partial(self._fire, handle), self)
         return handle
 
     def _fire(self, handle: asyncio.TimerHandle) -> None:
         if not handle.cancelled():
-            self._ready.append(handle)
+            self._ready.append((_run, (handle,)))
             self._turn()
 
     def run_now(self, callback: Callable[[], None]) -> None:
         """Run this on the loop without waiting for a turn, as what watches a descriptor does."""
-        asyncio._set_running_loop(self.asyncio_s)
+        _set_running_loop(self.asyncio_s)
         try:
             callback()
         finally:
-            asyncio._set_running_loop(None)
+            _set_running_loop(None)
         if not self.is_dead:
             self.after_run()
 
@@ -145,10 +147,16 @@ class ProcessLoop(Thread):
         self.run_now(self._run_ready)
 
     def _run_ready(self) -> None:
-        while self._ready:
-            handle = self._ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+        ready = self._ready
+        while ready:
+            callback, args = ready.popleft()
+            try:
+                callback(*args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                source = format_helpers._format_callback_source(callback, args)
+                self.call_exception_handler({"message": f"Exception in callback {source}", "exception": error})
 
     def time(self) -> float:
         return self._clock.now
@@ -160,8 +168,10 @@ class ProcessLoop(Thread):
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Any = None, **_: Any
     ) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self.asyncio_s, name=name, context=context)
-        self._tasks = [each for each in self._tasks if not each.done()]
         self._tasks.append(task)
+        if len(self._tasks) > self._most_tasks:
+            self._tasks = [each for each in self._tasks if not each.done()]
+            self._most_tasks = 2 * len(self._tasks) + SPARE_TASKS
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -179,3 +189,8 @@ class ProcessLoop(Thread):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Called by asyncio. A cancelled timer fires without effect, so there is nothing to do."""
+
+
+def _run(handle: asyncio.TimerHandle) -> None:
+    if not handle.cancelled():
+        handle._run()

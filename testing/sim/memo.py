@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from kvbridge.agent import engines
-from kvbridge.exchange import session
+from kvbridge.exchange import session, wants
 from kvbridge.geometry.compat import Verdict
 from kvbridge.geometry.compat import verdict as find_verdict
 from kvbridge.geometry.plan import Planner
+from kvbridge.geometry.shard import assign as find_takes
 
 MOST = 20_000
 
@@ -23,6 +25,7 @@ class _Kept:
     def __init__(self) -> None:
         self.verdicts: dict[tuple[int, int], tuple[Verdict, Pool, Pool]] = {}
         self.planners: dict[tuple[int, int, bool], tuple[KeptPlanner, Pool, Pool]] = {}
+        self.takes: dict[tuple[int, ...], tuple[tuple[tuple[Take, ...], ...], Sequence[Pool], Pool]] = {}
 
     def verdict(self, sender: Pool, receiver: Pool) -> Verdict:
         key = id(sender), id(receiver)
@@ -39,6 +42,14 @@ class _Kept:
                 self.planners.clear()
             self.planners[key] = KeptPlanner(sender, receiver, moves_units), sender, receiver
         return self.planners[key][0]
+
+    def assign(self, senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
+        key = *map(id, senders), id(receiver)
+        if key not in self.takes:
+            if len(self.takes) > MOST:
+                self.takes.clear()
+            self.takes[key] = find_takes(senders, receiver), senders, receiver
+        return self.takes[key][0]
 
 
 class KeptPlanner(Planner):
@@ -62,7 +73,12 @@ class KeptPlanner(Planner):
 def remembered() -> Iterator[None]:
     """Let the agents of this process use the cache."""
     kept = _Kept()
-    asked = ((session, "verdict", kept.verdict), (session, "Planner", kept.planner), (engines, "Planner", kept.planner))
+    asked = (
+        (session, "verdict", kept.verdict),
+        (session, "Planner", kept.planner),
+        (engines, "Planner", kept.planner),
+        (wants, "assign", kept.assign),
+    )
     before = [getattr(module, name) for module, name, _ in asked]
     try:
         for module, name, answer in asked:

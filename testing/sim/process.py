@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.common import AgentCard
@@ -26,6 +27,7 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Compared
+from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.orders import Digested
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
@@ -167,7 +169,7 @@ class Process(Agent):
         self.fabrics: dict[str, SlotFabric] = {}  # the open ones, by name
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
-        self.clock_s = lambda: world.clock.now
+        self.clock_s: Callable[[], float] = partial(getattr, world.clock, "now")
         self.mapped: list[SimAttached] = []  # everything that was ever mapped
         self._sockets: list[EngineSocket] = []
         self._is_roused = self._is_looking = False
@@ -219,6 +221,14 @@ class Process(Agent):
         self.before = frozenset(each.incarnation for each in world.by_incarnation.values() if each.name == name)
         self.card = AgentCard(name=name, incarnation=self.incarnation, address=self.links.address, version="1")
         self._assemble()
+        half, other, peers = self.receiving, self.sending, self.peers.outgoing
+        self._due: tuple[Deadlines[Any], ...] = (
+            half._deadlines,
+            other._deadlines,
+            peers._deadlines,
+            half._want_deadlines,
+            other._holds,
+        )
         self.loop.create_task(self.peers.serve())
 
     # What the world calls:
@@ -313,7 +323,7 @@ class Process(Agent):
         self.listen()
         self.stepped.turn()
         self._plan_look()
-        if (at := self.stepped.next_look()) is not None:
+        if self.stepped._fenced and (at := self.stepped.next_look()) is not None:
             self.thread.post(max(at - self.world.clock.now, 0.0) + 1e-3, self.rouse)
 
     def listen(self) -> None:
@@ -323,8 +333,10 @@ class Process(Agent):
 
     def _plan_look(self) -> None:
         """While some slots are in quarantine, or a rebuild is about to begin, look whether to rebuild them."""
-        quarantined = self.slots.counts().quarantined + self.data_plane.send_orders.slots.counts().quarantined
-        if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
+        if self._is_looking:
+            return
+        slots, late = self.slots, self.data_plane.send_orders.slots._late
+        if late or len(slots) > slots.free + slots.lent or self.rebuilder.is_pausing:
             self._is_looking = True
             self.loop.post(self.rebuilder.check_in_s, self._look)
 
@@ -362,10 +374,11 @@ class Process(Agent):
     def _plan_tick(self) -> None:
         """Plan the next tick that has something to do. Real agents tick many times a second."""
         self._plan_look()
-        due = [each._deadlines.next() for each in (self.receiving, self.sending, self.peers.outgoing)]
-        due += self.receiving._want_deadlines.next(), self.sending._holds.next()
-        first = min((at for at in due if at is not None), default=None)
-        if first is None or self._tick_at <= first + IDLE_TICK_S:
+        first = float("inf")
+        for deadlines in self._due:
+            if len(deadlines) and (at := deadlines.next()) is not None and at < first:
+                first = at
+        if self._tick_at <= first + IDLE_TICK_S:
             return
         is_busy = self.receiving.wants or self.sending.outgoing_transfers or self.sending.offers
         at = first + self.world.uniform(0.0, TICK_S if is_busy else IDLE_TICK_S)
