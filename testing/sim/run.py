@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import queue
+import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,8 +20,9 @@ from .memo import remembered
 from .scenario import Scenario, make
 from .world import ScenarioOutcome, World
 
-COLLECT_EVERY = 200  # runs; the objects of a world refer to each other, so they need garbage collection
-BATCH = 500  # seeds that a process takes at a time
+COLLECT_EVERY = 50  # runs; the objects of a world refer to each other, so they need garbage collection
+BATCH = 500  # seeds that a process takes at a time, with caches of their own, which grow
+PART = 100  # seeds after which a process tells what it found
 
 
 class SimListener(logging.Handler):
@@ -73,10 +75,14 @@ def play(scenario: Scenario, listener: SimListener, is_told: bool = False) -> Sc
 def outcomes(first: int, count: int) -> Iterator[tuple[int, ScenarioOutcome]]:
     """The outcomes of `count` seeds from `first` on."""
     with prepared() as listener:
-        for seed in range(first, first + count):
-            yield seed, play(make(seed), listener)
-            if seed % COLLECT_EVERY == 0:
-                gc.collect()
+        yield from _outcomes(first, count, listener)
+
+
+def _outcomes(first: int, count: int, listener: SimListener) -> Iterator[tuple[int, ScenarioOutcome]]:
+    for seed in range(first, first + count):
+        yield seed, play(make(seed), listener)
+        if seed % COLLECT_EVERY == 0:
+            gc.collect()
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ class SimTally:
     runs: int = 0
     events: int = 0
     seconds: float = 0.0  # processor time of all processes
+    most_memory_mib: int = 0  # that one process had
     failures: list[tuple[int, str]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)  # how wants ended, and how often
     faults: dict[str, int] = field(default_factory=dict)  # what went wrong, and how often
@@ -96,6 +103,7 @@ class SimTally:
         self.runs += other.runs
         self.events += other.events
         self.seconds += other.seconds
+        self.most_memory_mib = max(self.most_memory_mib, other.most_memory_mib)
         self.failures += other.failures
         for ours, theirs in ((self.ends, other.ends), (self.faults, other.faults)):
             for what, times in theirs.items():
@@ -113,10 +121,17 @@ def _joined(seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def tallied(batch: tuple[int, int]) -> SimTally:
-    """Run a range of seeds in this process. Counts processor time, which other load on the machine does not change."""
-    tally, began = SimTally([batch]), time.process_time()
-    for seed, outcome in outcomes(*batch):
+def tallies(batch: tuple[int, int]) -> Iterator[SimTally]:
+    """Run a range of seeds in this process, and yield what each part of it comes to."""
+    with prepared() as listener:
+        for part in ranges(*batch, PART):
+            yield _tallied(part, listener)
+
+
+def _tallied(part: tuple[int, int], listener: SimListener) -> SimTally:
+    """Counts processor time: what waits for other load on the machine does not count."""
+    tally, began = SimTally([part]), time.process_time()
+    for seed, outcome in _outcomes(*part, listener):
         tally.runs += 1
         tally.events += outcome.events
         if outcome.failure:
@@ -126,13 +141,15 @@ def tallied(batch: tuple[int, int]) -> SimTally:
         for kind in outcome.faults:
             tally.faults[kind] = tally.faults.get(kind, 0) + 1
     tally.seconds = time.process_time() - began
+    tally.most_memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return tally
 
 
-def many(first: int, count: int, jobs: int) -> Iterator[SimTally]:
-    """Run all of these seeds in `jobs` processes. Yields each batch when it is done."""
+def many(first: int, count: int, jobs: int) -> Generator[SimTally, None, None]:
+    """Run all of these seeds in `jobs` processes. Yields what parts of them come to, as they are done."""
     if jobs == 1:
-        yield from map(tallied, batches(first, count))
+        for batch in ranges(first, count, BATCH):
+            yield from tallies(batch)
         return
     heard: queue.Queue[SimTally | None] = queue.Queue()
     ours = [sys.executable, "-m", "testing.sim.run", str(first), str(count), str(jobs)]
@@ -154,8 +171,8 @@ def many(first: int, count: int, jobs: int) -> Iterator[SimTally]:
             worker.kill()
 
 
-def batches(first: int, count: int) -> list[tuple[int, int]]:
-    return [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+def ranges(first: int, count: int, most: int) -> list[tuple[int, int]]:
+    return [(at, min(most, first + count - at)) for at in range(first, first + count, most)]
 
 
 def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) -> None:
@@ -166,10 +183,11 @@ def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) 
 
 
 def main() -> None:
-    """One of several processes: runs every n-th batch, and prints a line of JSON for each."""
+    """One of several processes: runs every n-th batch, and prints a line of JSON for each part of it."""
     first, count, jobs, job = map(int, sys.argv[1:])
-    for batch in batches(first, count)[job::jobs]:
-        print(msgspec.json.encode(tallied(batch)).decode(), flush=True)
+    for batch in ranges(first, count, min(BATCH, -(-count // jobs)))[job::jobs]:
+        for tally in tallies(batch):
+            print(msgspec.json.encode(tally).decode(), flush=True)
 
 
 if __name__ == "__main__":

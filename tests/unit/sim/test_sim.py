@@ -12,9 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 
+from testing.sim.__main__ import search
 from testing.sim.minimise import minimised, told
-from testing.sim.run import SimListener, outcomes, play, prepared
+from testing.sim.run import PART, SimListener, outcomes, play, prepared
 from testing.sim.scenario import DRAFTED, MUTUAL, PULLED, SHARED, STATED, Scenario, as_text, from_text, make
 from testing.sim.world import TOLD
 from tests.unit.sim.mutations import switched_off
@@ -123,6 +125,46 @@ def test_answers_move_and_several_fetch_at_once_what_an_engine_keeps_or_one_fetc
         assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > SHARED_SLICE and len(ends) > 8, ends
+
+
+def test_several_processes_play_what_one_plays_and_add_their_figures_to_a_file(tmp_path: Path) -> None:
+    kept = tmp_path / "sim.json"
+    for jobs in ("1", "3"):
+        done = subprocess.run(
+            [sys.executable, "-m", "testing.sim", "--seeds", "7", "--jobs", jobs, "--out", str(kept)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert re.fullmatch(r"7 schedules, \d+ events in .* a process; 0 failed\n", done.stdout)
+    found = msgspec.json.decode(kept.read_bytes())
+    one, several = found["runs"]
+    for field in ("commit", "cpu", "seeds", "schedules", "events", "failures", "wants_ended", "faults"):
+        assert one[field] == several[field]
+    assert one["seeds"] == [[0, 7]] and found["total"] == {
+        "schedules": 14,
+        "failed": 0,
+        "schedules_by_commit": {one["commit"]: 14},
+    }
+
+
+def test_a_finding_is_told_kept_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rule = "free_quarantined_at_once"
+    failing = noticed(rule, 500)
+    assert failing is not None
+    with switched_off(rule), pytest.raises(typer.Exit) as ended:
+        search(failing[0], 2, out=tmp_path / "sim.json")
+    assert ended.value.exit_code == 1
+    (run,) = msgspec.json.decode((tmp_path / "sim.json").read_bytes())["runs"]
+    assert {"seed": failing[0], "failure": failing[1]} in run["failures"] and run["failed"] == len(run["failures"])
+    said = capsys.readouterr()
+    assert f"seed {failing[0]} failed: {failing[1]}" in said.err and "to keep: " in said.err
+    assert said.out.endswith(f"{run['failed']} failed\n")
+
+
+def test_a_search_ends_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    search(0, 10**9, seconds=0.0)
+    assert capsys.readouterr().out.startswith(f"{PART} schedules")
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
