@@ -56,12 +56,21 @@ class Stopwatch:
         self._last = dict(self._first)
 
     def seconds(self) -> float:
-        return time.monotonic() - self._began - self.lost_s()
+        return self.whole_s() - self.lost_s()
+
+    def whole_s(self) -> float:
+        return time.monotonic() - self._began
 
     def lost_s(self) -> float:
+        return COSTS * (sum(self._waited()) + _stolen_s() - self._stolen)
+
+    def lost_by_one_s(self) -> float:
+        """By the thread that lost most: of what a single thread does, now and then."""
+        return max(self._waited()) + _stolen_s() - self._stolen
+
+    def _waited(self) -> list[float]:
         self._last |= _waited_s()  # of threads that have ended, what was seen last
-        waited = sum(seconds - self._first.get(task, 0.0) for task, seconds in self._last.items())
-        return COSTS * (waited + _stolen_s() - self._stolen)
+        return [seconds - self._first.get(task, 0.0) for task, seconds in self._last.items()]
 
 
 def _waited_s() -> dict[str, float]:

@@ -23,11 +23,12 @@ from kvbridge.failpoints import Way
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
 from testing.waiting import wait_for
-from tests.system.faults.world import TRIES, Side, World
+from tests.system.faults.world import Side, World
 
 DEADLINE_S = 60.0
 DEATH_HOLD_S = 3.0  # of offers that a receiver may not live to claim
 UNDISTURBED = 5
+TRIES = 20
 SPARE_TIMES = 10  # where a busy machine disturbs too late
 CALM_S, KILLED_CALM_S = 0.1, 0.2  # how long nobody may have written when the engine looks
 REBUILT_S = 60.0

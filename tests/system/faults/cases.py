@@ -267,8 +267,11 @@ def _takes_back(world: World, case: Case) -> None:
     if SENDER_AGENT not in case.stands_still:
         world.sender.engine.tell("take_back")
         return
-    world.sender.engine.tell("give_up")
-    world.sender.engine.wait_for("reused", READERS_S + SLACK_S)
+    world.sender.hear()
+    engine = world.sender.engine
+    engine.said = [each for each in engine.said if each["event"] != "reused"]  # of an agent that went before
+    engine.tell("give_up")
+    engine.wait_for("reused", READERS_S + SLACK_S)
 
 
 def _dies(world: World, victim: Actor) -> str:

@@ -101,6 +101,20 @@ def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
     world.is_clean()
 
 
+def test_a_want_that_nobody_offers_ends_at_its_deadline(runner: Runner) -> None:
+    world = runner.world()
+    world.calm()
+    world.sender.engine.send_signal(signal.SIGSTOP)
+    (number,) = world.begin(1)
+    while number not in world.receiver.ends:
+        world.receiver.hear(0.02)
+    assert world.receiver.ends[number]["code"] == "deadline"
+    world.wakes(world.sender.engine, 0.0)
+    world.finish()
+    world.serves()
+    world.is_clean()
+
+
 def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
     world, said = runner.world(), "sender.drained_sent=pause@1000"
     world.restarts_agent(world.sender, "sender.drained_sent=pause:0.1@1000")
