@@ -399,10 +399,14 @@ class World:
             self.foul(f"{held.request.name}: given up as gone, and it is offered")
 
     def waited(self, held: HeldBlocks) -> None:
-        """A want waited until its deadline. Check that its offer had not ended long before, if there were no faults."""
+        """A want waited until its deadline. Check that its offer had not ended long before, if there were no faults.
+
+        An offer that ends answers one want. If there was another under its rendezvous id, it may be that one.
+        """
         request = held.request
         ended_at = self._said_at.get((True, request.reads or request.number))
-        if ended_at is None or self.scenario.faults or any(each.twin for each in self.scenario.requests):
+        others = [each for each in self.scenario.requests if each.rendezvous == request.rendezvous and each != request]
+        if ended_at is None or self.scenario.faults or any(self._has_wanted(each) for each in others):
             return
         how = self._ends[request.reads or request.number][True]
         if "withdrawn" in how or "expired" in how:
@@ -410,6 +414,9 @@ class World:
             # A want that pulls also waits for its own reads to end, the second after the first.
             if known_s > KNOWN_S + 2 * LONGEST_PULL_S * self.scenario.is_pulled:
                 self.foul(f"{request.name}: waited {known_s:.2f} s for an offer that had ended: {how}")
+
+    def _has_wanted(self, request: SimRequest) -> bool:
+        return False in self._ends[request.number] or request.name in self.engines[request.decode].held
 
 
 # What a story tells of each message.

@@ -70,6 +70,19 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         assert [message.code for message in heard] == ["not_attached"] * 2
 
 
+def test_an_offer_that_ends_answers_one_of_the_wants_that_share_its_name() -> None:
+    """The other waits for the next offer, until its deadline. Alone it would have been answered, and must be."""
+    begun = replace(make(0), prefills=(1,), decodes=(1, 1), faults=(), is_pulled=False)
+    one = replace(TEMPLATE, number=1, at=0.5, want_at=0.9, piece_tokens=2, piece_s=1.0, deadline_s=2.0, withdraw_s=0.1)
+    other = replace(one, number=2, decode="D1", reads=1, want_at=1.2, withdraw_s=None)
+    with prepared() as listener:
+        both = play(replace(begun, requests=(one, other)), listener)
+        assert not both.failure and both.ends["r1"] == ("released withdrawn", "failed withdrawn")
+        assert both.ends["r2"] == ("?", "failed deadline")
+        with switched_off("forget_ended_offers"):
+            assert "r1: waited" in play(replace(begun, requests=(one,)), listener).failure
+
+
 @pytest.mark.parametrize("speaker", ["the receiver", "the sender"])
 @pytest.mark.parametrize("kind", OF_MESSAGES)
 def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: FaultKind, speaker: str) -> None:
