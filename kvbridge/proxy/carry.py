@@ -392,11 +392,14 @@ class Carrier:
         if not ask.is_stream:
             answer = self._checked(engine, ask, await self._whole(engine, leg, call, self._waits.answer_s))
             return Whole(await self._with_inputs(engine, ask, inputs, answer) if inputs else answer)
-        reply = await self._post(engine, leg, call, self._waits.answer_s)
-        stack.callback(reply.close)
-        events = self._events(engine, reply, ask, call, inputs)
-        stack.push_async_callback(events.aclose)
-        return Streamed(await anext(events), events, engine, reply.close)
+        async with AsyncExitStack() as opening:  # who cancels us closes what is in `stack` while we still wait here
+            reply = await self._post(engine, leg, call, self._waits.answer_s)
+            opening.callback(reply.close)
+            events = self._events(engine, reply, ask, call, inputs)
+            opening.push_async_callback(events.aclose)
+            opened = Streamed(await anext(events), events, engine, reply.close)
+            stack.push_async_exit(opening.pop_all())
+            return opened
 
     def _checked(self, engine: Backend, ask: PromptAsk, answer: bytes) -> bytes:
         """The answer as the client is to have it. Raises LegFailed if it is incomplete."""

@@ -530,6 +530,29 @@ async def test_a_decode_that_failed_for_want_of_its_prefill_is_tried_again(is_st
         assert len(bad.got) == len(good.got) == 1
 
 
+async def test_a_stream_that_waits_for_a_prefill_that_fails_is_tried_again() -> None:
+    """vLLM begins its answer, without an event, before it has the KV."""
+    async with world("sglang,sglang", "vllm") as w:
+        bad, good = w.all("prefill")
+
+        async def late(request: web.Request, body: Any) -> web.Response:
+            await w.decode.busy.wait()
+            await asyncio.sleep(0.2)
+            return await _status(500)
+
+        async def waits(request: web.Request, body: Any) -> web.StreamResponse | None:
+            if good.got:
+                return None
+            await web.StreamResponse(headers={"Content-Type": "text/event-stream"}).prepare(request)
+            await asyncio.Event().wait()
+            return None
+
+        bad.act, w.decode.act = late, waits
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"stream": True})
+        assert status == 200 and answer[-1] == "[DONE]"
+        assert len(bad.got) == len(good.got) == 1
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
