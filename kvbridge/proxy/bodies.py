@@ -71,14 +71,17 @@ class ClientError(KVBridgeError):
 class PromptAsk:
     """One prompt: what one prefill engine and one decode engine do together. `samples`: answers, of vLLM's own `n`.
 
-    `answered`: so many of the prompt's last tokens are an answer that another engine began. `is_kept`: that one keeps
-    the KV of it. `has_limit`: the client named the most tokens.
+    `wants_ids`: the decode engine is to tell token ids, if it can. `answered`: so many of the prompt's last tokens are
+    an answer that another engine of this `kind` began. `is_kept`: that one keeps the KV of it. `has_limit`: the client
+    named the most tokens.
     """
 
     path: str
     body: Body
     samples: int = 1
+    wants_ids: bool = False
     answered: int = 0
+    kind: str = ""
     is_kept: bool = False
     has_limit: bool = False
 

@@ -151,10 +151,14 @@ class Carrier:
             answer = MovableAnswer(ask)
             if not answer.stays and not (self._moves and self._fleet.moves):
                 answer.stays = "no other engine" if self._moves else "moves are off"
-            call = replace(call, running=answer)
-            opened = await self._opened(stack, ask if answer.stays else answer.first(), call)
-            if isinstance(opened, Streamed) and not answer.stays:
-                events = await stack.enter_async_context(aclosing(self._moved(stack.pop_all(), opened, answer, call)))
+            call, is_whole = replace(call, running=answer), bool(answer.stays)
+            opened = await self._opened(stack, ask if is_whole else answer.first(), call)
+            if isinstance(opened, Streamed) and not is_whole:
+                answer.begun_at(opened.engine.kind)
+                if opened.engine.kind not in self._fleet.moves:
+                    answer.stays = answer.stays or "no other engine"
+                events = self._moved(stack.pop_all(), stack, opened, answer, call)
+                await stack.enter_async_context(aclosing(events))
                 opened = replace(opened, first=await anext(events), rest=events)
             try:
                 yield opened
@@ -163,34 +167,40 @@ class Carrier:
                 raise
 
     async def _moved(
-        self, stack: AsyncExitStack, opened: Streamed, answer: MovableAnswer, call: Call
+        self, stack: AsyncExitStack, outer: AsyncExitStack, opened: Streamed, answer: MovableAnswer, call: Call
     ) -> AsyncGenerator[StreamEvent, None]:
-        """The client's events. When its engine drains or fails, it goes on at another. Owns `stack`: what is open."""
+        """The client's events. When its engine drains or fails, it goes on at another.
+
+        Owns `stack`: what is open. In the end leaves it to `outer`: no client waits until it is closed.
+        """
         failed: list[LegFailed] = []
+        events = await stack.enter_async_context(aclosing(_events_of(opened)))
         try:
             while True:
                 failure = None
-                async with aclosing(_events_of(opened)) as events:
-                    try:
-                        async for event in events:
-                            yield self._noted(opened, answer, event, call)
-                            if self._can_move(opened.engine, answer):
-                                break
-                        else:
-                            return
-                    except LegFailed as error:
-                        failure = error
-                        if failure.code not in LOST or len(failed) == MOST_RESUMED or not answer.can_be_cut:
-                            raise
-                ended, stack = stack, AsyncExitStack()
-                async with ended:  # the engine counts as used until another has its KV
+                try:
+                    async for event in events:
+                        yield self._noted(opened, answer, event, call)
+                        if self._can_move(opened.engine, answer):
+                            break
+                    else:
+                        return
+                except LegFailed as error:
+                    failure = error
+                    if failure.code not in LOST or len(failed) == MOST_RESUMED or not answer.can_be_cut:
+                        raise
+                async with AsyncExitStack() as following:
                     if failure is None:
-                        opened = await self._go_on(stack, opened, answer, call)
+                        other = await self._go_on(following, opened, answer, call)
                     else:
                         failed.append(failure)
-                        opened = await self._resume(stack, failed, answer, call)
+                        other = await self._resume(following, failed, answer, call)
+                    if other is not None:
+                        ended, stack, opened = stack, following.pop_all(), other
+                        events = await stack.enter_async_context(aclosing(_events_of(opened)))
+                        await ended.aclose()  # the engine counts as used until another has its KV
         finally:
-            await stack.aclose()
+            outer.push_async_exit(stack)
 
     def _noted(self, opened: Streamed, answer: MovableAnswer, event: StreamEvent, call: Call) -> StreamEvent:
         had_prompt = bool(answer.prompt)
@@ -206,43 +216,62 @@ class Carrier:
 
     def _can_move(self, engine: Backend, answer: MovableAnswer) -> bool:
         is_due = engine.is_draining and self._moving < MOVES_AT_ONCE and answer.can_be_cut
-        return is_due and bool(self._fleet.healthy(Role.DECODE, kinds=(Kind.VLLM,)))
+        computes = engine.kind is Kind.VLLM or bool(self._fleet.healthy(Role.PREFILL))
+        return is_due and computes and bool(self._fleet.healthy(Role.DECODE, kinds=(engine.kind,)))
 
-    async def _go_on(self, stack: AsyncExitStack, before: Streamed, answer: MovableAnswer, call: Call) -> Streamed:
-        """Have the engine end its answer, and another one go on. If none does, the same computes it again."""
-        engine, ask, outcome = before.engine, answer.rest(), "moved"
-        before.end()
-        call.awaits.discard(engine.label)
+    async def _go_on(
+        self, stack: AsyncExitStack, before: Streamed, answer: MovableAnswer, call: Call
+    ) -> Streamed | None:
+        """Have another engine go on, and this one end its answer: vLLM at once, as it keeps its KV for the other.
+
+        If none does, vLLM computes it again. SGLang, which could not, goes on with what it has: None.
+        """
+        engine, ends = before.engine, before.engine.kind is Kind.VLLM
+        ask, outcome = answer.rest(is_kept=ends), "moved"
+        opened: Opened | None
+        if ends:
+            before.end()
+            call.awaits.discard(engine.label)
         self._moving += 1
         try:
             opened = await self._opened(stack, ask, call)
+            call.awaits.discard(engine.label)
         except (NoEngine, *LEG_FAILURES) as error:
             self._fleet.sparing.say("returned", f"returned: {engine.label} goes on with what it gave up: {error}")
             outcome, answer.stays = "returned", "no other engine took it"
-            stack.enter_context(self._fleet.used(engine, answer))
-            try:
-                opened = await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
-            except (Refusal, ClientError) as refusal:  # the client has a part of the answer already
-                raise LegFailed(engine, "refused", str(refusal), is_retryable=False) from None
+            opened = await self._returned(stack, engine, ask, answer, call) if ends else None
         finally:
             self._moving -= 1
-        assert isinstance(opened, Streamed)
         self._fleet.moved(engine, outcome)
+        if opened is None:
+            return None
+        answer.goes_on(ask)
+        assert isinstance(opened, Streamed)
         return opened
+
+    async def _returned(
+        self, stack: AsyncExitStack, engine: Backend, ask: PromptAsk, answer: MovableAnswer, call: Call
+    ) -> Opened:
+        stack.enter_context(self._fleet.used(engine, answer))
+        try:
+            return await self._open(stack, engine, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+        except (Refusal, ClientError) as refusal:  # the client has a part of the answer already
+            raise LegFailed(engine, "refused", str(refusal), is_retryable=False) from None
 
     async def _resume(
         self, stack: AsyncExitStack, failed: list[LegFailed], answer: MovableAnswer, call: Call
     ) -> Streamed:
         """Have another engine go on. `failed` are those that had this answer before; raises the last one's failure."""
-        failure = failed[-1]
+        failure, ask = failed[-1], answer.rest(is_kept=False)
         call.awaits.discard(failure.engine.label)
         try:
             async with self._resuming:
-                opened = await self._opened(stack, answer.rest(is_kept=False), call, [each.engine for each in failed])
+                opened = await self._opened(stack, ask, call, [each.engine for each in failed])
         except (NoEngine, *LEG_FAILURES) as error:
             self._fleet.sparing.say("not resumed", f"not resumed: of {failure.engine.label}: {error}")
             raise failure from None
         assert isinstance(opened, Streamed)
+        answer.goes_on(ask)
         self._fleet.failed(failure)
         self._fleet.moved(failure.engine, "resumed")
         return opened
@@ -253,8 +282,8 @@ class Carrier:
         """Try pairs until one answers, then, if prefill is what failed, decode engines alone."""
         failed = list(without)
         for role in Role:
-            await self._fleet.wait_checked(role, _kinds(ask))
-        attempt, alone = 0, "reads_all" if reads_all(ask) and self._computes(failed) else ""
+            await self._fleet.wait_checked(role, _kinds(ask, role))
+        attempt, alone = 0, "reads_all" if reads_all(ask) and self._computes(ask, failed) else ""
         while True:
             attempt += 1
             try:
@@ -271,7 +300,7 @@ class Carrier:
                 is_other = attempt < ATTEMPTS and bool(self._fleet.healthy(role, failed))
             if is_other:
                 self._metrics.retries.inc()
-            elif role is Role.PREFILL and self._has_fallback and self._computes(failed):
+            elif role is Role.PREFILL and self._has_fallback and self._computes(ask, failed):
                 attempt, alone = 0, error.code
                 self._fleet.sparing.say(
                     f"alone {alone}", f"{alone}: without prefill, a decode engine computes a prompt"
@@ -279,9 +308,10 @@ class Carrier:
             else:
                 raise error
 
-    def _computes(self, failed: list[Backend]) -> bool:
-        """Whether a decode engine is healthy that can compute prompts."""
-        return bool(self._fleet.healthy(Role.DECODE, failed, (Kind.VLLM,)))
+    def _computes(self, ask: PromptAsk, failed: list[Backend]) -> bool:
+        """Whether a decode engine is healthy that can compute this prompt."""
+        is_able = Kind.VLLM in _kinds(ask, Role.DECODE)
+        return is_able and bool(self._fleet.healthy(Role.DECODE, failed, (Kind.VLLM,)))
 
     async def _attempt(
         self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], alone: str
@@ -306,10 +336,11 @@ class Carrier:
         self, stack: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], began: float
     ) -> Opened:
         """By the next pair, under a new room."""
-        kinds = _kinds(ask)
         with ExitStack() as prefilling:  # vLLM's prefill is over once the answer begins
-            prefill = prefilling.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds, call.running))
-            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds, call.running))
+            prefill, decode = (
+                held.enter_context(self._fleet.lend(role, failed, _kinds(ask, role), call.running))
+                for role, held in ((Role.PREFILL, prefilling), (Role.DECODE, stack))
+            )
             self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
             room = secrets.randbelow((1 << 63) - 1) + 1
             if prefill.kind is Kind.SGLANG:
@@ -529,9 +560,11 @@ class Carrier:
 ALL_KINDS = tuple(Kind)
 
 
-def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
+def _kinds(ask: PromptAsk, role: Role) -> tuple[Kind, ...]:
     """Those that take what was asked."""
-    return (Kind.VLLM,) if ask.path in OF_VLLM or ask.samples > 1 or ask.answered else ALL_KINDS
+    if ask.path in OF_VLLM or ask.samples > 1:
+        return (Kind.VLLM,)
+    return (Kind(ask.kind),) if ask.kind and role is Role.DECODE else ALL_KINDS
 
 
 Prefilling = asyncio.Task[bytes | Failure]

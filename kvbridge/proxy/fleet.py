@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -247,9 +248,10 @@ class Fleet:
         return is_vllm and bool(decoding) and all(each.is_single for each in decoding)
 
     @property
-    def moves(self) -> bool:
-        """Whether a decode engine that drains could give its answers to another: all engines are vLLM's."""
-        return len(self._engines[Role.DECODE]) > 1 and all(each.kind is Kind.VLLM for each in self.listed())
+    def moves(self) -> set[Kind]:
+        """Kinds whose decode engines could give their answers to another."""
+        kinds = Counter(each.kind for each in self._engines[Role.DECODE])
+        return {kind for kind, number in kinds.items() if number > 1}
 
     def drain(self, name: str, is_draining: bool) -> list[Backend]:
         """Drain the engines of this name, of each role, or take them back. Returns them."""

@@ -113,10 +113,8 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
 def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
     """The decode leg after vLLM's prefill. If that offered no KV, the decode engine computes the prompt."""
     body, params = _vllm_decode(ask), prefilled.params
-    if ask.answered:
-        params = (params or {}) | {"answered": ask.answered, "has_limit": ask.has_limit}
-    if params is not None:
-        body["kv_transfer_params"] = params
+    if params is not None or ask.answered:
+        body["kv_transfer_params"] = (params or {}) | _answered(ask)
     return Leg(_vllm_path(ask), body)
 
 
@@ -125,7 +123,7 @@ def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
     params: Body = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
     params |= {"remote_host": agent.host, "remote_port": agent.port}
     params |= {"remote_key": agent.key} if agent.key else {}
-    return Leg(_vllm_path(ask), _vllm_decode(ask) | {"kv_transfer_params": params})
+    return Leg(_vllm_path(ask), _vllm_decode(ask) | {"kv_transfer_params": params | _answered(ask)})
 
 
 def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind) -> Leg:
@@ -144,7 +142,7 @@ def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind
 
 def sglang_decode_beside(ask: PromptAsk, room: int, host: str, port: int) -> Leg:
     """The decode leg while SGLang prefills. The two servers talk to each other themselves."""
-    return Leg(ask.path, _plain(ask) | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
+    return Leg(ask.path, _sglang_decode(ask) | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
 
 
 def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> Leg:
@@ -160,7 +158,7 @@ def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> L
         told["logprob"] = prefilled.logprob
     if prefilled.top_logprobs:  # as text: SGLang passes on no lists inside an object
         told["top_logprobs"] = json.dumps(prefilled.top_logprobs)
-    body = _plain(ask) | {"bootstrap_host": FOREIGN_HOST, "bootstrap_room": room}
+    body = _sglang_decode(ask) | {"bootstrap_host": FOREIGN_HOST, "bootstrap_room": room}
     return Leg(ask.path, _told(ask.path, body, told))
 
 
@@ -169,7 +167,19 @@ def _vllm_path(ask: PromptAsk) -> str:
 
 
 def _vllm_decode(ask: PromptAsk) -> Body:
-    return completions(ask) if ask.path == GENERATE else _plain(ask)
+    return completions(ask) if ask.path == GENERATE else _plain(ask) | _ids(ask)
+
+
+def _sglang_decode(ask: PromptAsk) -> Body:
+    return _plain(ask) if ask.path == CHAT else _plain(ask) | _ids(ask)  # it refuses a streamed chat with ids
+
+
+def _ids(ask: PromptAsk) -> Body:
+    return {"return_token_ids": True} if ask.wants_ids else {}
+
+
+def _answered(ask: PromptAsk) -> Body:
+    return {"answered": ask.answered, "has_limit": ask.has_limit} if ask.answered else {}
 
 
 def _plain(ask: PromptAsk) -> Body:

@@ -1,13 +1,16 @@
 """A streamed answer that goes on at another engine: whether it can, where it may be cut, what is asked there. Pure.
 
-vLLM tells the tokens of each event (`return_token_ids`), but not which of them have their text in it: it holds back the
-text of an incomplete character, and with `stop` the last characters. An answer is cut only where the text that the
-client has ends with a token. Tokens after that are dropped, and computed again.
+Engines tell the tokens of each event (`return_token_ids`), but not which of them have their text in it: vLLM holds back
+the text of an incomplete character, and with `stop` the last characters; SGLang the whole event where a stop string may
+have begun, and of what ends within a character it gives the text up to the last space, or to a Chinese character. An
+answer is cut only where the text that the client has ends with a token. Tokens after that are dropped, and computed
+again.
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ import msgspec
 from ..errors import EngineError
 from .bodies import CHAT, COMPLETIONS, Body, PromptAsk, encode, is_set, parse
 from .events import DONE, StreamEvent
+from .legs import Kind
 
 # What has its meaning wherever an answer goes on.
 GOES_ALONG = (
@@ -32,6 +36,7 @@ NEUTRAL: Body = {
     **{"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "length_penalty": 1, "tool_choice": "none"},
     **{"spaces_between_special_tokens": True, "include_reasoning": True},
 }
+NEUTRAL_AT_SGLANG: Body = {"repetition_penalty": 1}  # it counts no token of the prompt, so none of the answer before
 USUAL_TOKENS = 16  # of a completion that names no max_tokens
 PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")  # of a chat's delta
 
@@ -88,12 +93,13 @@ class MovableAnswer:
 
     def __init__(self, ask: PromptAsk) -> None:
         self._ask, self.stays = ask, why_stays(ask)
+        self._kind = Kind.VLLM
         self.prompt = b""  # its token ids, in JSON
         self._tokens = array("q")
         self._given = 0  # characters that the client has
         self._ends: list[tuple[int, int]] = []  # tokens and characters up to the end of a token that is not given yet
         self._stops = _stops(ask.body)
-        self._held = max(map(len, self._stops), default=1) - 1  # characters that the engine holds back
+        self._longest = max(map(len, self._stops), default=1) - 1  # that may have begun, in characters
         self._last = ""  # so many, which the client has
         self._moved = 0  # tokens of the engines before
         self._is_over = self._is_moved = False
@@ -102,7 +108,14 @@ class MovableAnswer:
 
     def first(self) -> PromptAsk:
         """What the first engine is asked."""
-        return PromptAsk(self._ask.path, self._ask.body | {"return_token_ids": True})
+        return replace(self._ask, wants_ids=True)
+
+    def begun_at(self, kind: Kind) -> None:
+        """A decode engine of this kind answers: others of its kind may go on."""
+        self._kind = kind
+        if kind is Kind.SGLANG:
+            named = [name for name, same in NEUTRAL_AT_SGLANG.items() if self._ask.body.get(name) not in (None, same)]
+            self.stays = self.stays or next(iter(named), CHAT if self._ask.path == CHAT else "")
 
     @property
     def can_be_cut(self) -> bool:
@@ -111,19 +124,23 @@ class MovableAnswer:
         return not (self.stays or self._is_over) and count > 0 and (left is None or left > 0)
 
     def rest(self, is_kept: bool = True) -> PromptAsk:
-        """What another engine is asked, from here on. `is_kept`: the engine before keeps the KV."""
+        """What another engine is asked, to go on from here. `is_kept`: the engine before keeps the KV."""
         count = self._cut()
         assert count
-        del self._tokens[count:]
-        self._ends.clear()
-        self._moved, self._is_moved = count, True
-        prompt = self.prompt[:-1] + b"," + ",".join(map(str, self._tokens)).encode() + b"]"
+        prompt = self.prompt[:-1] + b"," + ",".join(map(str, self._tokens[:count])).encode() + b"]"
         body = {name: value for name, value in self._ask.body.items() if name in GOES_ALONG and value is not None}
         left = self._left(count)
-        body |= {"prompt": msgspec.Raw(prompt), "max_tokens": left, "stream": True, "return_token_ids": True}
+        body |= {"prompt": msgspec.Raw(prompt), "max_tokens": left, "stream": True}
         if type(least := self._ask.body.get("min_tokens")) is int and least > count:
             body["min_tokens"] = least - count
-        return PromptAsk(COMPLETIONS, body, answered=count, is_kept=is_kept, has_limit=left is not None)
+        limited = {"is_kept": is_kept, "has_limit": left is not None}
+        return PromptAsk(COMPLETIONS, body, wants_ids=True, answered=count, kind=self._kind, **limited)
+
+    def goes_on(self, rest: PromptAsk) -> None:
+        """All events from now on are an answer to `rest`."""
+        del self._tokens[rest.answered :]
+        self._ends.clear()
+        self._moved, self._is_moved = rest.answered, True
 
     def _cut(self) -> int:
         """How many tokens the client has the text of. 0 if that ends within one, or nobody knows.
@@ -191,10 +208,13 @@ class MovableAnswer:
             self.stays = self.stays or "no token_ids"
         self._tokens.extend(tokens)
         self._given += len(text)
-        self._last = (self._last + text)[-self._held :] if self._held else ""
+        self._last = (self._last + text)[-self._longest :] if self._longest else ""
         self._ends = [each for each in self._ends if each[1] >= self._given]
         if text and len(tokens) == 1:  # the text of a token comes whole, and all before it with it
-            self._ends.append((len(self._tokens), self._given + self._held))
+            if self._kind is Kind.VLLM:
+                self._ends.append((len(self._tokens), self._given + self._longest))
+            elif not (text.endswith(" ") or _is_chinese(ord(text[-1]))):
+                self._ends.append((len(self._tokens), self._given))
 
     def _choice(self, choice: Fields) -> Fields:
         own = dict(choice)
@@ -215,6 +235,11 @@ class MovableAnswer:
         if isinstance(details := usage.get("prompt_tokens_details"), dict) and details.get("cached_tokens"):
             own["prompt_tokens_details"] = details | {"cached_tokens": min(prompt, int(details["cached_tokens"]))}
         return own
+
+
+def _is_chinese(code: int) -> bool:
+    """At least for all of which SGLang's `_is_chinese_char` says so."""
+    return 0x3400 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x2FA1F
 
 
 def _without(fields: Fields, name: str) -> Fields:

@@ -16,6 +16,7 @@ from kvbridge.proxy import carry
 from kvbridge.proxy.bodies import PromptAsk, encode, read
 from kvbridge.proxy.events import DONE, StreamEvent
 from kvbridge.proxy.fleet import Role, read_engine
+from kvbridge.proxy.legs import Kind
 from kvbridge.proxy.moves import MovableAnswer, why_stays
 from tests.integration.proxy.standins import WAITS, StandIn, World, named, world
 
@@ -27,6 +28,7 @@ PROMPT = [500, 501, 502]
 # none. Token i of an answer is i, so that a token that is lost or repeated shows.
 WORDS = [b"a", b" b", "ä".encode()[:1], "ä".encode()[1:], b"END", b" en", b"d.", b"", "\U0001f600".encode()[:2]]
 WORDS += ["\U0001f600".encode()[2:3], "\U0001f600".encode()[3:] + b"x", b"EN", b"D", b"\xff", b"z", "äö".encode(), b"!"]
+WORDS += ["好中".encode()[:5], "中".encode()[2:], b"y \xc3", b"\xb6", b"\n"]
 
 
 def said(words: Sequence[bytes]) -> str:
@@ -44,11 +46,15 @@ class Engine:
         most = body.get("max_tokens", 16)
         self.end = len(words) if most is None else min(len(words), begin + most)
 
+    def told(self, text: str, rest: str) -> str | None:
+        """What the client has once `rest`, which is no whole character, follows `text`; None: there is no event."""
+        return text[: max(0, len(text) - self.held)]
+
     def events(self, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Each event has so many tokens, over and over."""
         at, number, text, given, pending = self.begin, 0, "", 0, b""
-        while at < self.end:
-            tokens, finish = [], None
+        tokens, finish, is_first = list[int](), None, True
+        while at < self.end and not finish:
             for _ in range(sizes[number % len(sizes)]):
                 if at == self.end or finish:
                     break
@@ -62,9 +68,12 @@ class Engine:
                     if (found := text.find(each, max(0, before - len(each) + 1))) >= 0:
                         text, finish = text[:found], "stop"
             finish = finish or ("length" if at == self.end else None)
-            ready = len(text) if finish else max(given, len(text) - self.held)
-            yield self._event(text[given:ready], tokens, finish, number == 0)
-            given, number = ready, number + 1
+            told = text if finish else self.told(text, pending.decode(errors="replace"))
+            number += 1
+            if told is None:
+                continue
+            yield self._event(told[given:], tokens, finish, is_first)
+            given, tokens, is_first = max(given, len(told)), [], False
 
     def _event(self, text: str, tokens: list[int], finish: str | None, is_first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0} | ({"delta": {"content": text}} if self.path == CHAT else {"text": text})
@@ -75,6 +84,23 @@ class Engine:
         if self.path == CHAT:
             return top | prompt | {"choices": [choice], "usage": usage}
         return top | {"choices": [choice | prompt], "usage": usage}
+
+
+class SGLangEngine(Engine):
+    """As SGLang does: no event where a stop string may have begun, and what is printable of a part of a character."""
+
+    def told(self, text: str, rest: str) -> str | None:
+        ends = ((text + rest).endswith(stop[:most]) for stop in self.stop for most in range(1, len(stop) + 1))
+        return None if any(ends) else text + self.printable(rest)
+
+    @staticmethod
+    def printable(text: str) -> str:
+        """`find_printable_text` of SGLang 0.5.23."""
+        is_chinese = len(text) > 1 and "\u4e00" <= text[-2] <= "\u9fff"
+        return text[:-1] if is_chinese else text[: text.rfind(" ") + 1]
+
+
+ENGINES: dict[Kind, type[Engine]] = {Kind.VLLM: Engine, Kind.SGLANG: SGLangEngine}
 
 
 def ask(path: str, **more: Any) -> PromptAsk:
@@ -93,6 +119,7 @@ def text_of(events: Sequence[dict[str, Any]]) -> str:
 
 def rest_of(answer: MovableAnswer) -> tuple[dict[str, Any], int]:
     rest = answer.rest()
+    answer.goes_on(rest)
     body = json.loads(encode(rest.body))
     count = len(body["prompt"]) - len(PROMPT)
     assert (rest.path, rest.answered, rest.has_limit) == (COMPLETIONS, count, body["max_tokens"] is not None)
@@ -104,18 +131,19 @@ STOPS: list[Any] = [[], ["."], ["END"], [" end.", "!"], "zä"]
 SIZES = [(1,), (1, 2), (3, 1, 1)]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("kind", "path"), [(Kind.VLLM, COMPLETIONS), (Kind.VLLM, CHAT), (Kind.SGLANG, COMPLETIONS)])
 @pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(path: str, stop: Any) -> None:
-    cuts = 0
+def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(kind: Kind, path: str, stop: Any) -> None:
+    cuts, of_kind = 0, ENGINES[kind]
     body = {"max_tokens": 100, "stop": stop}
-    for first in range(len(WORDS)):  # the answer begins with each word
+    for first in range(0, len(WORDS), 2):  # the answer begins with other words
         words = WORDS[first:] + WORDS[:first]
-        whole = text_of(list(Engine(body, path, words).events([1])))
+        whole = text_of(list(of_kind(body, path, words).events([1])))
         for sizes in SIZES:
             for at in range(1, len(words)):
                 answer, got = MovableAnswer(ask(path, **body)), []
-                engine, left = Engine(body, path, words), at
+                answer.begun_at(kind)
+                engine, left = of_kind(body, path, words), at
                 for event in engine.events(sizes):
                     got.append(taken(answer, event))
                     left -= 1
@@ -131,7 +159,7 @@ def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(path: str, 
                     assert said(words[:count]) == text_of(got), "a token is cut"
                     assert asked["max_tokens"] == 100 - count and asked.get("stop", []) == stop
                     cuts += 1
-                    for event in Engine(asked, COMPLETIONS, words, count).events(sizes):
+                    for event in of_kind(asked, COMPLETIONS, words, count).events(sizes):
                         got.append(taken(answer, event))
                         if number == 0 and answer.can_be_cut:
                             break
@@ -264,7 +292,11 @@ class Counting:
         words = [f" {each}".encode() for each in range(200)]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.engine.kind == "sglang":
+            assert body["bootstrap_room"] and not (request.path == CHAT and body.get("return_token_ids"))
         for number, event in enumerate(Engine(body, request.path, words, begin).events([1]), begin):
+            if not body.get("return_token_ids"):
+                del event["choices"][0]["token_ids"]
             while number >= self.allowed and self.says is None:
                 await self.changed.wait()
             if number >= self.allowed:
@@ -284,9 +316,11 @@ WHOLE = "".join(f" {each}" for each in range(40))
 
 
 @asynccontextmanager
-async def counting(decode: int = 2, **more: Any) -> AsyncIterator[tuple[World, list[Counting]]]:
+async def counting(
+    decode: int = 2, kind: str = "vllm", prefill: str = "", **more: Any
+) -> AsyncIterator[tuple[World, list[Counting]]]:
     """The first decode engine is asked first."""
-    async with world("vllm", ",".join(["vllm"] * decode), **more) as w:
+    async with world(prefill or kind, ",".join([kind] * decode), **more) as w:
         yield w, [Counting(each) for each in w.all("decode")]
 
 
@@ -336,6 +370,132 @@ async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
         metrics = await w.metrics()
         assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
         assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
+
+
+@pytest.mark.parametrize("prefill", ["sglang", "vllm"])
+async def test_an_answer_of_sglang_goes_on_at_another_engine(prefill: str) -> None:
+    """The first one ends it only once the other has begun."""
+    async with counting(kind="sglang", prefill=prefill) as (w, (first, second)):
+        task = await started(w, first)
+        drain(w, first)
+        await w.until(lambda: bool(second.engine.got))
+        assert not first.engine.left
+        second.allow(100)
+        status, events = await task
+        assert status == 200 and answer_of(events) == WHOLE
+        await w.until(lambda: first.engine.left == 1)
+        path, body, _ = second.engine.got[0]
+        count = len(body["prompt"]) - len(PROMPT)
+        assert path == COMPLETIONS and body["max_tokens"] == 40 - count and body["return_token_ids"]
+        assert not any(
+            "token_ids" in (each := json.loads(data)["choices"][0]) and each["token_ids"] for data in events[:-1]
+        )
+        given = w.prefill.got[1][1]
+        assert given["prompt"] == body["prompt"] and "awaits_kept" not in given.get("kv_transfer_params", {})
+        assert prefill == "vllm" or not given.get("return_token_ids"), "nobody reads them"
+        metrics = await w.metrics()
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
+        assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
+
+
+async def test_answers_move_between_engines_of_one_kind() -> None:
+    """Where decode engines are of both, and either kind prefills."""
+    async with world("vllm,sglang", "vllm,sglang,vllm,sglang") as w:
+        engines = [Counting(each) for each in w.all("decode")]
+        tasks = [await started(w, each) for each in engines[:2]]
+        for each in engines[:2]:
+            drain(w, each)
+        for each in engines[2:]:
+            each.allow(100)
+        assert [answer_of(events) for _, events in await asyncio.gather(*tasks)] == [WHOLE] * 2
+        for before, after in zip(engines[:2], engines[2:], strict=True):
+            assert len(after.engine.got) == 1
+            await w.until(lambda before=before: before.engine.left == 1)
+
+
+async def test_an_answer_of_vllm_goes_on_where_sglang_prefills() -> None:
+    async with counting(prefill="sglang") as (w, (first, second)):
+        task = await started(w, first)
+        drain(w, first)
+        second.allow(100)
+        assert answer_of((await task)[1]) == WHOLE
+        told = second.engine.body
+        answered = {"do_remote_prefill": True, "answered": len(told["prompt"]) - 3, "has_limit": True}
+        assert told["kv_transfer_params"].items() >= answered.items()
+
+
+async def test_without_an_engine_of_its_kind_an_answer_stays() -> None:
+    async with world("vllm", "sglang,vllm,vllm") as w:
+        first, *others = (Counting(each) for each in w.all("decode"))
+        task = await started(w, first)
+        drain(w, first)
+        await asyncio.sleep(0.2)
+        assert [each.stays for engine in w.fleet.listed() for each in engine.running] == ["no other engine"]
+        first.allow(100)
+        assert answer_of((await task)[1]) == WHOLE and not any(each.engine.got for each in others)
+
+
+async def test_while_no_engine_of_its_kind_is_healthy_an_answer_is_not_given_up() -> None:
+    async with world("sglang", "sglang,sglang,vllm") as w:
+        first, second, _ = (Counting(each) for each in w.all("decode"))
+        task = await started(w, first)
+        second.engine.is_healthy = False
+        await w.until(lambda: len(w.fleet.healthy(Role.DECODE)) == 2)
+        drain(w, first)
+        first.allow(100)
+        assert answer_of((await task)[1]) == WHOLE and "moves_total{" not in await w.metrics()
+
+
+@pytest.mark.parametrize("fails", ["the other engine", "prefill", "prefill's health"])
+async def test_if_no_other_engine_takes_it_sglang_goes_on_with_what_it_has(fails: str) -> None:
+    async with counting(kind="sglang") as (w, (first, second)):
+        task = await started(w, first)
+        if fails == "the other engine":
+            second.fails = breaks
+        elif fails == "prefill":
+            w.prefill.act = lambda request, _: breaks(request)
+        else:
+            w.prefill.is_healthy = False
+            await w.until(lambda: not w.fleet.healthy(Role.PREFILL))
+        drain(w, first)
+        first.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE and len(first.engine.got) == 1
+        told = f'moves_total{{engine="{named(first.engine)}",outcome="returned"}} 1.0' in await w.metrics()
+        assert told is (fails != "prefill's health")
+
+
+@pytest.mark.parametrize("fails", ["the engine", "prefill, too"])
+async def test_if_an_engine_of_sglang_fails_its_answers_go_on_at_another(fails: str) -> None:
+    """Not at one of vLLM, which could do without prefill."""
+    async with world("sglang", "sglang,sglang,vllm") as w:
+        first, second, third = (Counting(each) for each in w.all("decode"))
+        second.allow(100 if fails == "the engine" else 0)
+        third.allow(100)
+        task = await started(w, first)
+        await w.until(lambda: first.given == 10)
+        if fails == "prefill, too":
+            w.prefill.act = lambda request, _: breaks(request)
+        await first.engine.stop()
+        _, events = await task
+        assert not third.engine.got
+        if fails == "prefill, too":
+            assert json.loads(events[-1])["error"]["code"] == "ended_early"
+        else:
+            assert answer_of(events) == WHOLE and {json.loads(each)["id"] for each in events[:-1]} == {"x0"}
+            assert f'moves_total{{engine="{named(first.engine)}",outcome="resumed"}} 1.0' in await w.metrics()
+
+
+@pytest.mark.parametrize("why", ["repetition_penalty", CHAT])
+async def test_what_stays_at_sglang_says_why(why: str) -> None:
+    async with counting(kind="sglang") as (w, (first, second)):
+        task = await started(w, first, why if why == CHAT else COMPLETIONS, **({} if why == CHAT else {why: 1.1}))
+        await w.until(lambda: first.given == 10)
+        drain(w, first)
+        await w.until(lambda: first.given == 11)
+        assert {each.stays for engine in w.fleet.listed() for each in engine.running} == {why}
+        first.allow(100)
+        assert answer_of((await task)[1]) == WHOLE and not second.engine.got
 
 
 async def test_an_answer_moves_as_often_as_its_engine_drains() -> None:
