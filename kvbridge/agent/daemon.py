@@ -131,7 +131,7 @@ class Agent:
         self.incarnation = entropy(8).hex()
         self.before: frozenset[str] = frozenset()  # dead incarnations of this agent
         self.metrics = metrics or Metrics()
-        self.rates = Rates(self.metrics.carried)
+        self.rates = Rates(self.metrics.carry_took)
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
         self._processes = Pidfds(clock)

@@ -245,7 +245,7 @@ class Metrics:
             case Malformed(code=code):
                 self.rejected(code)
 
-    def carried(self, seconds: float) -> None:
+    def carry_took(self, seconds: float) -> None:
         """Count a transfer of ours that was carried so long after its last rows were computed."""
         self._carry_s.observe(seconds)
 

@@ -484,9 +484,9 @@ class OutgoingPeers:
 
     async def _proved(self, session: Session, door: Ticket | None, dialled: OutgoingPeer) -> Session | Refuse | None:
         """The session if its route proves to work, else a Refuse. None if it is `pull` and we cannot read."""
-        if session.routed.is_pulled and dialled.against_pull:
+        if session.routed.is_read and dialled.against_pull:
             return Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
-        if session.routed.is_pulled:
+        if session.routed.is_read:
             return await self._open_memory(session, door, dialled)
         if not await self._has_probe(session, dialled):
             reason = f"route: {session.routed.route}: the probe did not land"

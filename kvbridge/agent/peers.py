@@ -372,7 +372,7 @@ class IncomingPeers:
         if known is None or known.session.routed.route != session.routed.route:
             self._sender.met(session)
         link.version = session.version
-        door = self._doors.admit(session, link) if session.routed.is_pulled else None
+        door = self._doors.admit(session, link) if session.routed.is_read else None
         link.send(welcome(session, engine, door))
         failpoint("sender.welcome_sent")
 

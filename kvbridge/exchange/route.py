@@ -70,7 +70,7 @@ class Routed:
     read: Rate | None = None
 
     @property
-    def is_pulled(self) -> bool:
+    def is_read(self) -> bool:
         """Whether the receiver reads the sender's blocks itself: no slots are lent."""
         return self.route in READ_ROUTE_NAMES
 

@@ -202,7 +202,7 @@ def accept(welcome: Welcome, engine: AttachedEngine, key: str = "") -> Session |
     if welcome.route not in site.routes or (welcome.route == "host" and site.dram is None):
         reason = f"route: receiver {', '.join(site.routes)}, sender {welcome.route}"
         return Refuse(code="route_mismatch", reasons=(reason,))
-    if not routed.is_pulled and not site.has_slots:
+    if not routed.is_read and not site.has_slots:
         return Refuse(
             code="route_mismatch", reasons=(f"route: {welcome.route}, and the receiver's Hello named no slots",)
         )

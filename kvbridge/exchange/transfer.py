@@ -1,4 +1,4 @@
-"""A transfer's life, told once for both sides and all routes: it waits, is bound, flows, stops, is quiet, ends. Pure.
+"""The interface of a route, and a transfer's life: it waits, is bound, flows, stops, is quiet, ends. Pure.
 
 The sender's side waits for its offer, the receiver's until it is claimed. Once bound, rows flow as its route says. If
 it ends before all of them are there, it stops: nothing new begins, and what is under way goes on until it is quiet.

@@ -1,4 +1,4 @@
-"""Chooses the route to a receiver's slots and proves it: a pattern is written where only probes go, and timed.
+"""Which routes two agents may take. Proves those through slots: a pattern is written where only probes go, and timed.
 
 Runs on the data plane's thread, as one of its jobs (attached.py). A route that does not work shows here, before a
 request depends on it. UCX, for example, silently falls back to a tenth of a percent of NVLink's rate.

@@ -14,9 +14,9 @@ from .slots.receive_slots import ReceiveSlots
 def receiving_routes(opened: OpenTransfers, slots: ReceiveSlots, check_every: int = 0) -> dict[Route, ReceivingRoute]:
     """The receiving half of every route. One in `check_every` pulled chunks is compared; 0 compares none."""
     by_slots = SlotReceiving(opened, slots)
-    return {"pull": PullReceiving(opened, check_every), **dict.fromkeys(SLOT_ROUTE_NAMES, by_slots)}
+    return dict.fromkeys(SLOT_ROUTE_NAMES, by_slots) | {"pull": PullReceiving(opened, check_every)}
 
 
 def sending_routes(opened: OpenAnswers) -> dict[Route, SendingRoute]:
     """The sending half of every route."""
-    return {"pull": PullSending(opened), **dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending())}
+    return dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending()) | {"pull": PullSending(opened)}

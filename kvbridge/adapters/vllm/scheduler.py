@@ -306,7 +306,7 @@ class SchedulerSide:
         if (is_named or is_unnamed) and (reason := why_not_carried(request, self._has_media_hashes)):
             log.debug("%s: %s: computed here", message_name(request.request_id), reason)
             if not params.get("do_remote_decode") and not self._offers_all:
-                self._compute(request, "does_not_travel")
+                self._computed_here(request, "does_not_travel")
             return
         if params.get("do_remote_decode"):
             self._new_named(request, params)
@@ -315,9 +315,9 @@ class SchedulerSide:
         elif is_unnamed:
             self._new_unnamed(request)
         elif request.skip_reading_prefix_cache:
-            self._compute(request, "reads_all")
+            self._computed_here(request, "reads_all")
         else:
-            self._compute(request, "untagged")
+            self._computed_here(request, "untagged")
 
     def _new_named(self, request: Request, params: dict[str, Any]) -> None:
         """A prompt that the parameters have us offer."""
@@ -357,11 +357,11 @@ class SchedulerSide:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
-            self._compute(request, "bad_params")
+            self._computed_here(request, "bad_params")
             return
         if remote.weights not in (None, self._weights):
             self._note_other_weights(name, remote.weights)
-            self._compute(request, "other_weights")
+            self._computed_here(request, "other_weights")
             return
         told = remote.request, request_id, remote.room
         rendezvous_id = wanted_rendezvous(*told, prompt_digest(request))
@@ -373,7 +373,7 @@ class SchedulerSide:
         log.warning(
             "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
         )
-        self._compute(request, "other_prompt")
+        self._computed_here(request, "other_prompt")
         if is_for(*told):
             self._step.before.append(self._nothing_of(request, remote.request, remote, is_offered=True))
 
@@ -408,9 +408,9 @@ class SchedulerSide:
         """
         nothing = self._nothing_of(request, rendezvous_id, remote, is_offered)
         if self._weights == UNNAMED:
-            self._compute(request, "other_weights")
+            self._computed_here(request, "other_weights")
         elif request.skip_reading_prefix_cache:
-            self._compute(request, "reads_all")
+            self._computed_here(request, "reads_all")
             self._step.before.append(nothing)
         else:
             self._awaits(request, PromptWanted(nothing, request.num_prompt_tokens))
@@ -483,10 +483,10 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
-        vLLM always computes the last token itself, to have something to sample from (since 0.32 it takes one token
-        off a hit of the whole prompt). Fetching it would rewrite a block that the prefix cache shares. The draft's
-        row of that token depends on the next one, which only the decode side has. Where a draft model has several
-        modules, each looks one token further, so as many tokens are computed again.
+        With 0 vLLM computes it, as it does without an agent. It always computes the last token itself, to have what
+        it samples from (since 0.32 it takes one token off a hit of the whole prompt). Fetching it would rewrite a block
+        that the prefix cache shares. The draft's row of that token depends on the next one, which only the decode side
+        has. Where a draft model has several modules, each looks one token further, so as many are computed again.
         """
         receiving = self._receiving.get(request.request_id)
         if receiving is not None or request.request_id in self._sending or self._agents.has_heard_kept:
@@ -582,9 +582,9 @@ class SchedulerSide:
         if external_tokens == 0:
             self._step.before.append(want)
             if receiving.is_late:
-                self._compute(request, "already_fetched")
+                self._computed_here(request, "already_fetched")
             elif not self._agents.is_all:
-                self._compute(request, "agent_missing")
+                self._computed_here(request, "agent_missing")
             return
         if (sending := self._sending.get(request.request_id)) is not None:
             sending.has_fetched = True
@@ -605,7 +605,7 @@ class SchedulerSide:
         if receiving.shared is not None:
             self._step.before += self._fetches.stop_waiting(request_id, receiving.shared, reason)
 
-    def _compute(self, request: Request, reason: str) -> None:
+    def _computed_here(self, request: Request, reason: str) -> None:
         """Report that it is computed here, once it begins (`_follow`)."""
         self._unfetched[request.request_id] = request.num_prompt_tokens, reason
 
@@ -725,7 +725,7 @@ class SchedulerSide:
             sending = self._sending.get(request_id)
             if sending is not None and not sending.is_whole:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                self._computes(sending, sending.request.num_computed_tokens, count - drafts, drafts)
+                self._offer_computed(sending, sending.request.num_computed_tokens, count - drafts, drafts)
         step, self._step = self._step, ConnectorStep()
         step.rest_s = self._rest.begins(output.total_num_scheduled_tokens > 0, is_fetching=bool(self._fetches))
         step.is_used = self._rest.is_used
@@ -786,7 +786,7 @@ class SchedulerSide:
         sending.number, sending.tokens, sending.blocks = 0, 0, []
         sending.was_preempted = True
 
-    def _computes(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> None:
+    def _offer_computed(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> None:
         """This step computes part of the prompt. If that lacks something, `finished` withdraws what was offered."""
         if (lacking := self._lacking(sending, computed, count, drafts)) and not sending.lacking:
             log.info("%s: not offered whole: %s", message_name(sending.request.request_id), lacking)

@@ -233,7 +233,7 @@ class SlotReceiving(ReceivingRoute):
             self.slots.drain(transfer)
 
     def writing_processes(self) -> set[ProcessCard]:
-        sessions = (each for each in self.opened.sessions.values() if not each.routed.is_pulled)
+        sessions = (each for each in self.opened.sessions.values() if not each.routed.is_read)
         return self.unconfirmed.processes.union(each.process for each in sessions if each.process is not None)
 
     def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:

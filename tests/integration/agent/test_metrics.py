@@ -179,7 +179,7 @@ def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, be
 
 def test_a_renewed_lease_does_not_make_a_transfer_look_quicker() -> None:
     metrics = Metrics()
-    rates = Rates(metrics.carried)
+    rates = Rates(metrics.carry_took)
     rates.see(Met("t", "D", 1, 1, 4096), "sender", 0.5)
     for at, blocks in ((1.0, (Blocks(0, 0, (7,)),)), (2.0, ())):
         rates.see(BlockTables(transfer="t", tokens=16, is_last=True, renewal=0, blocks=blocks), "sender", at)
@@ -194,7 +194,7 @@ def summed(place: str, name: str) -> float:
 
 def test_of_transfers_that_are_never_carried_only_so_many_are_kept() -> None:
     metrics = Metrics()
-    rates = Rates(metrics.carried)
+    rates = Rates(metrics.carry_took)
     for number in range(MOST_OPEN + 7):
         rates.see(Met(f"t{number}", "D", number, 1, 10), "sender", 0.5)
         for at in (1.0, 2.0):

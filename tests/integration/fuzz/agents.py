@@ -534,7 +534,7 @@ class Siege:
         takes = claim.takes if len(claim.takes) == 3 else ALL_ROWS if len(claim.takes) else ()
         end = max(claim.first_token, claim.end_token)
         changes: dict[str, Any] = {"sender_epoch": 1, "receiver_epoch": 1, "takes": takes, "end_token": end}
-        if session.routed.is_pulled and claim.token[0] % 4:
+        if session.routed.is_read and claim.token[0] % 4:
             changes["leases"] = ()
         with contextlib.suppress(Exception):  # then the sender says so as well
             changes["plan"] = session.planner.plan(takes, claim.first_token, end, session.slot_bytes).digest

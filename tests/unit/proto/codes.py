@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 CODE = re.compile(r"[a-z]+(_[a-z]+)*")
 # Calls whose first text is a code; and names that hold one.
 SAYS = re.compile(
-    r"(__init__|\w*Error|BadFrame|Rejected|Lost|_?fail|_?failed|_?failure\w*|_?refuse\w*|_?reject\w*|_?lose|_?lost|_?drop\w*|_?end\w*|_?stop|unreachable|_compute)"
+    r"(__init__|\w*Error|BadFrame|Rejected|Lost|_?fail|_?failed|_?failure\w*|_?refuse\w*|_?reject\w*|_?lose|_?lost|_?drop\w*|_?end\w*|_?stop|unreachable|_computed_here)"
 )
 WORDS = ROOT / "kvbridge/agent/record.py"  # of the journal, with a text each
 NO_CODES = {"served", "declined"}  # labels of a metric, for offers that ended well
