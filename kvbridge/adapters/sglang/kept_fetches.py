@@ -50,10 +50,10 @@ class KeptFetches:
         """Whether pages are allocated to rows that are to come."""
         return bool(self._open)
 
-    def attached_to(self, attached: Any) -> None:
+    def attached_to(self, attached: Any, address: str) -> None:
         if attached is not self._attached:
             self._attached = attached
-            self._kept.told_by(attached.agent.address)
+            self._kept.told_by(address)
 
     def heard(self, kept: KeptBy) -> None:
         self._kept.heard(kept)

@@ -36,6 +36,7 @@ class Talk:
 
     def __init__(self) -> None:
         self.attached: Any = object()
+        self.address = "tcp://10.0.0.1:7700"
         self.open: dict[int, str] = {}
         self.numbers = count(1)
         self.said: list[Any] = []
