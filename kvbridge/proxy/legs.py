@@ -129,9 +129,11 @@ def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
 def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind) -> Leg:
     """The client's whole body: SGLang's prefill server stops after one token by itself.
 
-    Of its answer only the prompt's log probabilities are used.
+    Of its answer only the prompt's log probabilities are used. Completions refuse `max_tokens` null, as the rest of a
+    chat that names none has it.
     """
-    body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
+    left_out = ("stream_options", "max_tokens") if ask.body.get("max_tokens") is None else ("stream_options",)
+    body = {name: value for name, value in _plain(ask).items() if name not in left_out}
     body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
     if decode is Kind.SGLANG:
         return Leg(ask.path, body | {"bootstrap_port": port})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -171,8 +172,8 @@ def many(first: int, count: int, jobs: int) -> Generator[SimTally, None, None]:
             worker.kill()
 
 
-def ranges(first: int, count: int, most: int) -> list[tuple[int, int]]:
-    return [(at, min(most, first + count - at)) for at in range(first, first + count, most)]
+def ranges(first: int, count: int, most: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(most, first + count - at)) for at in range(first, first + count, most))
 
 
 def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) -> None:
@@ -185,7 +186,7 @@ def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) 
 def main() -> None:
     """One of several processes: runs every n-th batch, and prints a line of JSON for each part of it."""
     first, count, jobs, job = map(int, sys.argv[1:])
-    for batch in ranges(first, count, min(BATCH, -(-count // jobs)))[job::jobs]:
+    for batch in islice(ranges(first, count, min(BATCH, -(-count // jobs))), job, None, jobs):
         for tally in tallies(batch):
             print(msgspec.json.encode(tally).decode(), flush=True)
 

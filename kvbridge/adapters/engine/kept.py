@@ -40,7 +40,7 @@ class KeptPrefixes:
 
     def told_by(self, agent: str) -> None:
         """Forget all: an agent at this address tells us from now on, and tells all of it again."""
-        self._host = urlsplit(agent).hostname
+        self._host = _host_of(agent)
         self._answers.clear()
         self._with.clear()
 
@@ -63,7 +63,7 @@ class KeptPrefixes:
                     del self._with[prefix]
 
     def _keys(self, kept: KeptBy) -> Iterator[tuple[int, bytes, bool]]:
-        is_here = urlsplit(kept.sender).hostname == self._host
+        is_here = _host_of(kept.sender) == self._host
         return ((count, digest, is_here) for count, digest in enumerate(kept.prefixes, 1))
 
     def find(self, prefixes: Sequence[bytes]) -> KeptPrefix | None:
@@ -76,4 +76,11 @@ class KeptPrefixes:
             if ids := self._with.get((count, digest, True)) or self._with.get((count, digest, False)):
                 rendezvous = next(reversed(ids))
                 return KeptPrefix(rendezvous, self._answers[rendezvous].sender, count * PREFIX_TOKENS)
+        return None
+
+
+def _host_of(address: str) -> str | None:
+    try:
+        return urlsplit(address).hostname
+    except ValueError:  # another agent said so
         return None

@@ -413,14 +413,23 @@ async def test_answers_move_between_engines_of_one_kind() -> None:
             await w.until(lambda before=before: before.engine.left == 1)
 
 
-async def test_an_answer_of_vllm_goes_on_where_sglang_prefills() -> None:
+@pytest.mark.parametrize(("path", "most"), [(COMPLETIONS, 40), (CHAT, 40), (CHAT, None)])
+async def test_an_answer_of_vllm_goes_on_where_sglang_prefills(path: str, most: int | None) -> None:
+    async def refuses_null(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        is_null = request.path == COMPLETIONS and body.get("max_tokens", 16) is None
+        return web.json_response({"error": {"message": "max_tokens: null"}}, status=400) if is_null else None
+
     async with counting(prefill="sglang") as (w, (first, second)):
-        task = await started(w, first)
+        w.prefill.act = refuses_null
+        task = await started(w, first, path, max_tokens=most)
         drain(w, first)
-        second.allow(100)
-        assert answer_of((await task)[1]) == WHOLE
+        await w.until(lambda: len(w.prefill.got) == 2 and bool(second.engine.got))
+        await asyncio.sleep(0.1)  # for a refusal to be heard; decode waits for the KV
+        assert len(first.engine.got) == 1
+        second.allow(300)
+        assert answer_of((await task)[1]) == "".join(f" {each}" for each in range(most or 200))
         told = second.engine.body
-        answered = {"do_remote_prefill": True, "answered": len(told["prompt"]) - 3, "has_limit": True}
+        answered = {"do_remote_prefill": True, "answered": len(told["prompt"]) - 3, "has_limit": most is not None}
         assert told["kv_transfer_params"].items() >= answered.items()
 
 
@@ -429,8 +438,8 @@ async def test_without_an_engine_of_its_kind_an_answer_stays() -> None:
         first, *others = (Counting(each) for each in w.all("decode"))
         task = await started(w, first)
         drain(w, first)
-        await asyncio.sleep(0.2)
-        assert [each.stays for engine in w.fleet.listed() for each in engine.running] == ["no other engine"]
+        stays = lambda: [each.stays for engine in w.fleet.listed() for each in engine.running]  # noqa: E731
+        await w.until(lambda: stays() == ["no other engine"])
         first.allow(100)
         assert answer_of((await task)[1]) == WHOLE and not any(each.engine.got for each in others)
 

@@ -56,7 +56,7 @@ def test_the_longest_prefix_wins_and_of_equal_ones_the_latest() -> None:
 def test_of_equal_ones_that_of_our_agents_host_wins_and_a_longer_one_elsewhere() -> None:
     index, prompt = KeptPrefixes(), list(range(200))
     index.told_by("tcp://here:7700#key")
-    for name in ("here", "elsewhere"):
+    for name in ("here", "[", "elsewhere"):  # an agent may call itself anything
         index.heard(told(name, prompt))
     assert index.find(prefixes(prompt)) == KeptPrefix("here", "tcp://here:1", 3 * PREFIX_TOKENS)
     longer = [*prompt, *range(300)]
