@@ -132,8 +132,9 @@ def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind
     Of its answer only the prompt's log probabilities are used. Completions refuse `max_tokens` null, as the rest of a
     chat that names none has it.
     """
-    left_out = ("stream_options", "max_tokens") if ask.body.get("max_tokens") is None else ("stream_options",)
-    body = {name: value for name, value in _plain(ask).items() if name not in left_out}
+    body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
+    if body.get("max_tokens") is None:
+        body.pop("max_tokens", None)
     body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
     if decode is Kind.SGLANG:
         return Leg(ask.path, body | {"bootstrap_port": port})

@@ -36,7 +36,6 @@ NEUTRAL: Body = {
     **{"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "length_penalty": 1, "tool_choice": "none"},
     **{"spaces_between_special_tokens": True, "include_reasoning": True},
 }
-NEUTRAL_AT_SGLANG: Body = {"repetition_penalty": 1}  # it counts no token of the prompt, so none of the answer before
 USUAL_TOKENS = 16  # of a completion that names no max_tokens
 PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")  # of a chat's delta
 
@@ -113,9 +112,12 @@ class MovableAnswer:
     def begun_at(self, kind: Kind) -> None:
         """A decode engine of this kind answers: others of its kind may go on."""
         self._kind = kind
-        if kind is Kind.SGLANG:
-            named = [name for name, same in NEUTRAL_AT_SGLANG.items() if self._ask.body.get(name) not in (None, same)]
-            self.stays = self.stays or next(iter(named), CHAT if self._ask.path == CHAT else "")
+        if self.stays or kind is not Kind.SGLANG:
+            return
+        if self._ask.body.get("repetition_penalty") not in (None, 1):
+            self.stays = "repetition_penalty"  # it counts no token of the prompt, so none of the answer before
+        elif self._ask.path == CHAT:
+            self.stays = CHAT
 
     @property
     def can_be_cut(self) -> bool:
