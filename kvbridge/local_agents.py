@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from kvbridge_proto.codec import BadFrame, FrameReader, pack
 from kvbridge_proto.engine import Refused, Release, ReleasedAll, ToEngine
+from kvbridge_proto.framing import BadFrame, FrameReader, pack
 from kvbridge_proto.status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 
 from .config import socket_folders

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvbridge_proto.codec import FRAME_FDS, FrameReader, pack
 from kvbridge_proto.engine import Descriptors, Done, Failed, Released, ToEngine
+from kvbridge_proto.framing import FRAME_FDS, FrameReader, pack
 from kvbridge_proto.status import Status, StatusQuery
 
 from kvbridge.device.handles import export_all

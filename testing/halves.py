@@ -7,7 +7,7 @@ from functools import partial
 from typing import cast
 
 from kvbridge.exchange.receiver import Receiver
-from kvbridge.routes.halves import receiving_routes
+from kvbridge.routes.registry import receiving_routes
 from kvbridge.routes.slots.halves import SlotReceiving
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgpack
 import msgspec
-from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import ToAgent, Want
+from kvbridge_proto.framing import decode, encode
 
 from bench.scenario import Bench
 from bench.timing import seconds_of

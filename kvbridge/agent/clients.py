@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -32,6 +31,7 @@ from kvbridge_proto.engine import (
     Withdraw,
 )
 from kvbridge_proto.engine import Failed as WantFailed
+from kvbridge_proto.framing import BadFrame
 from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQuery
 
 from ..dataplane.attached import CurrentEngine

@@ -41,10 +41,10 @@ from ..exchange.sender import Sender
 from ..exchange.session import AttachedEngine
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
-from ..routes.halves import receiving_routes, sending_routes
 from ..routes.pull.halves import CHECK_EVERY
+from ..routes.registry import receiving_routes, sending_routes
 from ..routes.slots.receive_slots import ReceiveSlots
-from ..states import SessionState
+from ..state_machines import SessionState
 from ..transport.control import Control
 from ..transport.door import MemoryDoor
 from ..transport.endpoint import canonical, check_metrics, with_key

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import OperatorError
 from ..exchange.session import AttachedEngine
-from ..states import SessionState
+from ..state_machines import SessionState
 from ..transport.endpoint import canonical
 from ..transport.listed import ServiceName, read_list
 from ..transport.names import Names

@@ -23,7 +23,7 @@ from ..exchange.session import AttachedEngine, EngineMemoryId, Session, accept, 
 from ..failpoints import failpoint
 from ..geometry.compat import Convertible
 from ..routes.rate import is_slow
-from ..states import SESSION_TABLE, SessionEvent, SessionState
+from ..state_machines import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.control import Control
 from ..transport.endpoint import canonical
 from ..transport.link import Link

@@ -36,7 +36,7 @@ from ..exchange.session import AttachedEngine, Session, answer, welcome
 from ..failpoints import failpoint
 from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
 from ..routes.slots.slot_routes import Landing
-from ..states import SessionState
+from ..state_machines import SessionState
 from ..transport.control import Control
 from ..transport.link import Arrived, Link, Lost, Reached, Rejected, Retried
 from .doors import Doors

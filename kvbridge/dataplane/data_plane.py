@@ -26,8 +26,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from kvbridge_proto.codec import BadFrame, Decoder, Limits
 from kvbridge_proto.engine import Attach
+from kvbridge_proto.framing import BadFrame, Decoder, Limits
 from kvbridge_proto.peer import Notice, Probe, Route
 from kvbridge_proto.pool import Handle, Pool
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import Claim
 
-from ..states import OfferState
+from ..state_machines import OfferState
 from .containers import Recent
 from .transfer import Known, OpenOffer
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from ..geometry.unfilled import Filling
-from ..states import WANT_TABLE, TransferState, WantEvent, WantState
+from ..state_machines import WANT_TABLE, TransferState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell
 from .block_tables import tables_of
 from .containers import Deadlines

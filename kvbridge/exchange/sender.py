@@ -18,7 +18,7 @@ from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Refuse, Route, 
 
 from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
-from ..states import OFFER_TABLE, OfferEvent, OfferState, TransferState
+from ..state_machines import OFFER_TABLE, OfferEvent, OfferState, TransferState
 from .actions import Action, Met, Send, Tell
 from .block_tables import check_begin, check_late, extended
 from .containers import Deadlines, Recent

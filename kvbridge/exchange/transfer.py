@@ -19,7 +19,7 @@ from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, RouteToSend
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from ..states import TRANSFER_TABLE, OfferState, TransferEvent, TransferState, WantState
+from ..state_machines import TRANSFER_TABLE, OfferState, TransferEvent, TransferState, WantState
 from ..values import Value
 from .actions import Action
 from .containers import Deadlines

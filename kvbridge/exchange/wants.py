@@ -23,7 +23,7 @@ from ..geometry.plan import Plan
 from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
 from ..geometry.unfilled import Filling
-from ..states import TransferState, WantState
+from ..state_machines import TransferState, WantState
 from .actions import Action, Tell
 from .containers import Recent
 from .orders import Fill

@@ -20,13 +20,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 import zmq
-from kvbridge_proto.codec import BadFrame, Decoder, Limits, encode
 from kvbridge_proto.common import OURS
+from kvbridge_proto.framing import BadFrame, Decoder, Limits, encode
 from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye, Ping, Pong, Sessionless
 
 from ..descriptors import are_short
 from ..errors import OperatorError, PeerError
-from ..states import PeerLinkEvent
+from ..state_machines import PeerLinkEvent
 from .endpoint import is_ipv6, name_in
 from .framed import Connection
 from .link import Arrived, Event, Link, Lost, Reached, Rejected, Retried, Settings

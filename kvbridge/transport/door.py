@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.common import OURS, negotiate
 from kvbridge_proto.door import (
     DOOR_SUFFIX,
@@ -32,6 +31,7 @@ from kvbridge_proto.door import (
     ToDoor,
 )
 from kvbridge_proto.engine import Refused
+from kvbridge_proto.framing import LIMITS, BadFrame, Limits
 from kvbridge_proto.pool import Handle
 from msgspec import structs
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from kvbridge_proto.codec import FRAME_FDS, MESSAGE_FDS, BadFrame, FrameReader, FrameWriter, Limits, framed, pack
+from kvbridge_proto.framing import FRAME_FDS, MESSAGE_FDS, BadFrame, FrameReader, FrameWriter, Limits, framed, pack
 
 from ..unix_socket import SEND, close_fds, credentials_of, send_beside
 

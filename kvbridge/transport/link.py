@@ -13,7 +13,7 @@ from typing import Protocol
 from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye
 
-from ..states import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
+from ..state_machines import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
 from ..values import Value
 from .framed import Connection
 

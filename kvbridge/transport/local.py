@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from kvbridge_proto.codec import LIMITS, BadFrame, Decoder
 from kvbridge_proto.engine import Detached, Number, Refused, ToAgent, ToEngine
+from kvbridge_proto.framing import LIMITS, BadFrame, Decoder
 from msgspec import Struct
 
 from ..errors import OperatorError

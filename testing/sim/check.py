@@ -11,7 +11,7 @@ from kvbridge_proto.peer import PROBE_LANES
 from kvbridge.agent.outgoing_peers import OutgoingPeer
 from kvbridge.agent.peers import IncomingPeer, Peers
 from kvbridge.routes.choice import NOT_CONNECTED
-from kvbridge.states import SessionState
+from kvbridge.state_machines import SessionState
 
 if TYPE_CHECKING:
     from .links import SimLink

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.framing import BadFrame, decode, encode
 from kvbridge_proto.peer import Notice
 
 from kvbridge.errors import FabricError

@@ -34,7 +34,7 @@ from kvbridge.exchange.session import Session
 from kvbridge.geometry.plan import Plan
 from kvbridge.options import AgentConfig
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.states import OfferState, TransferState, WantState
+from kvbridge.state_machines import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import Importer
 from kvbridge.transport.local import LocalConnection

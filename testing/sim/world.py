@@ -36,7 +36,7 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.pool import Pool
 
 from kvbridge.options import AgentConfig
-from kvbridge.states import SlotState
+from kvbridge.state_machines import SlotState
 
 from .check import look_for_leaks
 from .engine import Both, Decode, HeldBlocks, Prefill, SimEngine, SimRank, prefix_of

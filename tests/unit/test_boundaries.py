@@ -21,7 +21,7 @@ INSIDE = {
     "kvbridge.errors",
     "kvbridge.failpoints",
     "kvbridge.oneline",
-    "kvbridge.states",
+    "kvbridge.state_machines",
     "kvbridge.unix_socket",
     "kvbridge.values",
     "kvbridge.device.handles",
@@ -61,9 +61,9 @@ ROOMS = {
     "kvbridge.geometry": Room(
         {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.values"}, {"msgspec", "numpy"}
     ),
-    "kvbridge.states": Room(),
+    "kvbridge.state_machines": Room(),
     "kvbridge.exchange": Room(
-        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"}
+        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.state_machines"}
         | {"kvbridge.values"},
         {"msgspec", "numpy"},
     ),
@@ -72,7 +72,10 @@ ROOMS = {
         {"torch", "numpy", "cuda"},
     ),
     "kvbridge.transport": Room(
-        {f"kvbridge.{name}" for name in ("errors", "descriptors", "failpoints", "states", "unix_socket", "values")}
+        {
+            f"kvbridge.{name}"
+            for name in ("errors", "descriptors", "failpoints", "state_machines", "unix_socket", "values")
+        }
         | {"kvbridge_proto"},
         {"msgspec", "numpy", "zmq", "nixl", "uvloop"},
     ),
@@ -86,9 +89,9 @@ ROOMS = {
     ),
     "kvbridge.dataplane.data_plane": Room(BESIDE | {"kvbridge.routes", "kvbridge.dataplane"}),  # runs all their jobs
     "kvbridge.dataplane": Room(BESIDE),
-    "kvbridge.routes": Room(BESIDE | {"kvbridge.cache_kinds", "kvbridge.states", "kvbridge.dataplane"}),
+    "kvbridge.routes": Room(BESIDE | {"kvbridge.cache_kinds", "kvbridge.state_machines", "kvbridge.dataplane"}),
     "kvbridge.agent": Room(
-        BESIDE | {f"kvbridge.{name}" for name in ("descriptors", "oneline", "states", "routes", "dataplane")},
+        BESIDE | {f"kvbridge.{name}" for name in ("descriptors", "oneline", "state_machines", "routes", "dataplane")},
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
     ),
     "kvbridge.proxy": Room(
@@ -100,9 +103,9 @@ TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopbac
 EVERY = (*ROOMS, *TOP)
 
 PURE = (
-    *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
+    *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.state_machines"),
     *("kvbridge.values", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
-    *(f"kvbridge.routes.{name}" for name in ("halves", "pull.halves", "slots.halves", "slots.receive_slots")),
+    *(f"kvbridge.routes.{name}" for name in ("registry", "pull.halves", "slots.halves", "slots.receive_slots")),
     "kvbridge.dataplane.orders",
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )

@@ -14,17 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvbridge_proto.codec import (
-    LIMITS,
-    MESSAGE_FDS,
-    BadFrame,
-    Decoder,
-    FrameReader,
-    FrameWriter,
-    Limits,
-    encode,
-    framed,
-)
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -36,6 +25,17 @@ from kvbridge_proto.engine import (
     ToEngine,
     Want,
     Withdraw,
+)
+from kvbridge_proto.framing import (
+    LIMITS,
+    MESSAGE_FDS,
+    BadFrame,
+    Decoder,
+    FrameReader,
+    FrameWriter,
+    Limits,
+    encode,
+    framed,
 )
 
 from ...errors import OperatorError

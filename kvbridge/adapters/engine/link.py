@@ -38,7 +38,7 @@ from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
-from ...states import LINK_TABLE, LinkEvent, LinkState
+from ...state_machines import LINK_TABLE, LinkEvent, LinkState
 from ...values import Value
 from .client import EngineClient
 

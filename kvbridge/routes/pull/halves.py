@@ -48,7 +48,7 @@ from ...exchange.transfer import (
 )
 from ...geometry.plan import Plan
 from ...geometry.tokens import BlockTable, TokenShard
-from ...states import OfferState, TransferState
+from ...state_machines import OfferState, TransferState
 
 DRIFT = 1e-3  # the most by which a clock's rate differs from true time
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock

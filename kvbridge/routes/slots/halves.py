@@ -41,7 +41,7 @@ from ...exchange.transfer import (
     Writers,
 )
 from ...geometry.plan import Plan
-from ...states import TransferState
+from ...state_machines import TransferState
 from ...values import Value
 from .receive_slots import ReceiveSlots
 

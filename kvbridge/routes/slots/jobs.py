@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from kvbridge_proto.codec import encode
+from kvbridge_proto.framing import encode
 from kvbridge_proto.peer import Notice, Probe, Route
 
 from ...dataplane.attached import (

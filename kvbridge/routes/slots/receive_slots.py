@@ -14,7 +14,7 @@ from kvbridge_proto.peer import SlotLease
 from kvbridge_proto.status import SlotCounts
 
 from ...exchange.containers import Shares
-from ...states import SLOT_TABLE, SlotEvent, SlotState
+from ...state_machines import SLOT_TABLE, SlotEvent, SlotState
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbridge_proto.codec import FrameReader, pack
 from kvbridge_proto.common import AgentCard
 from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Released, ToAgent, ToEngine, Withdraw
+from kvbridge_proto.framing import FrameReader, pack
 
 from kvbridge.adapters.engine.client import pidfd_of
 from kvbridge.device.fence import FencePage

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from kvbridge_proto.codec import Limits
 from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import (
     READERS_S,
@@ -39,6 +38,7 @@ from kvbridge_proto.engine import (
     Weights,
     Withdraw,
 )
+from kvbridge_proto.framing import Limits
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine import conversation
@@ -50,7 +50,7 @@ from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
 from kvbridge.errors import EngineError
 from kvbridge.loopback.messages import number_of
-from kvbridge.states import LinkState
+from kvbridge.state_machines import LinkState
 from testing.agents import agent as real_agent
 from testing.proc import is_open
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd

@@ -21,7 +21,7 @@ from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import Conversation, Ended
 from kvbridge.exchange.actions import Tell
 from kvbridge.exchange.sender import Sender
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from tests.integration.adapters.small import memory_of
 from tests.unit.exchange.world import World
 

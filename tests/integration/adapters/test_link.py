@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import ATTACH_RETRY_S, WATCH_S, AgentLink, Over, ReadsOver, WritesOver
 from kvbridge.failpoints import VARIABLE, arm, armed
-from kvbridge.states import LinkState
+from kvbridge.state_machines import LinkState
 from testing.waiting import soon, wait_for
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 from tests.integration.adapters.small import Clock, memory_of

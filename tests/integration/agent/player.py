@@ -27,7 +27,7 @@ from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.routes.choice import Connected
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from kvbridge.routes.slots.slot_routes import Landing
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust

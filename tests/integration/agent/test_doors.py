@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import Attach, Decline, Detached, Failed, Refused, Rescale, Rescaled, Scales
+from kvbridge_proto.framing import encode
 from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 

@@ -13,8 +13,8 @@ from typing import cast
 
 import msgspec
 import pytest
-from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.engine import Refused
+from kvbridge_proto.framing import decode, encode
 from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 

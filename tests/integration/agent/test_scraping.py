@@ -20,7 +20,7 @@ from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeer
 from kvbridge.agent.scraping import ALL_OPEN, KEPT_S, serve
 from kvbridge.errors import OperatorError
-from kvbridge.states import SessionState
+from kvbridge.state_machines import SessionState
 from testing.proc import Stopwatch, descriptors
 from testing.refusals import refused
 from testing.waiting import soon, wait_for

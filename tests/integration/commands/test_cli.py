@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbridge_proto.codec import HEADER, FrameReader, encode, pack
 from kvbridge_proto.engine import ToAgent
+from kvbridge_proto.framing import HEADER, FrameReader, encode, pack
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
 
 from kvbridge import cli, local_agents

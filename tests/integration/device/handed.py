@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from kvbridge_kernels.launch_ref import move as move_on_cpu
 from kvbridge_kernels.tables import Work
-from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.door import Ticket
+from kvbridge_proto.framing import decode, encode
 from kvbridge_proto.pool import Handle
 
 from kvbridge.device.handles import export_all

@@ -70,7 +70,7 @@ async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None
 WRITE = """
 import asyncio, sys, torch
 from contextlib import closing
-from kvbridge_proto.codec import decode
+from kvbridge_proto.framing import decode
 from kvbridge_proto.door import Ticket
 from kvbridge.device.memory import AttachedPool
 from kvbridge.transport.door import open_memory

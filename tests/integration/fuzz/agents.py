@@ -14,10 +14,10 @@ from functools import partial
 from random import Random
 from typing import Annotated, Any
 
-from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.common import OURS, AgentCard, Blocks, Rank
 from kvbridge_proto.door import Ticket
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, ToEngine, Want, Withdraw
+from kvbridge_proto.framing import decode, encode
 from kvbridge_proto.peer import (
     BlockTables,
     Body,

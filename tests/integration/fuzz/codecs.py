@@ -7,8 +7,8 @@ import socket
 from random import Random
 from typing import Any
 
-from kvbridge_proto import codec, door, engine, peer
-from kvbridge_proto.codec import FRAME_FDS, HEADER, MESSAGE_FDS, BadFrame, FrameReader, decode, encode
+from kvbridge_proto import door, engine, framing, peer
+from kvbridge_proto.framing import FRAME_FDS, HEADER, MESSAGE_FDS, BadFrame, FrameReader, decode, encode
 
 from kvbridge.adapters.engine.client import EngineClient
 from tests.integration.fuzz.mutate import Mutator
@@ -48,7 +48,7 @@ class Decoding(Target):
         again = encode(message)
         assert encode(decode(again, self._kind)) == again
         with contextlib.suppress(BadFrame):  # fields that nobody knows are looked at this way only
-            assert encode(codec.typed(codec.unpack(frame), self._kind)) == again
+            assert encode(framing.typed(framing.unpack(frame), self._kind)) == again
         return 1
 
 

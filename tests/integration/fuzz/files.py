@@ -11,7 +11,7 @@ from random import Random
 
 import msgpack
 import msgspec
-from kvbridge_proto.codec import encode
+from kvbridge_proto.framing import encode
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import Status
 from rich.console import Console

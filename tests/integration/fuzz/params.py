@@ -7,8 +7,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvbridge_proto.codec import HEADER, decode, pack
 from kvbridge_proto.engine import ToAgent
+from kvbridge_proto.framing import HEADER, decode, pack
 
 from kvbridge.adapters.vllm.params import read_remote
 from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_rendezvous, prompt_digest, wanted_rendezvous

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
-from kvbridge_proto.codec import encode
 from kvbridge_proto.common import Blocks
+from kvbridge_proto.framing import encode
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Count, Pool
 

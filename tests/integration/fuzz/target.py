@@ -18,7 +18,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from kvbridge_proto.codec import BadFrame, decode
+from kvbridge_proto.framing import BadFrame, decode
 
 CORPUS = Path(__file__).parent / "corpus"
 SLOW_S = 1.0

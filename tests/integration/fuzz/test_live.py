@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from random import Random
 
 import pytest
-from kvbridge_proto.codec import encode, pack
 from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
+from kvbridge_proto.framing import encode, pack
 from kvbridge_proto.peer import Envelope, Ping
 
 from testing.agents import AgentProcess

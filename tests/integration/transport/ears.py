@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import zmq
-from kvbridge_proto.codec import encode
+from kvbridge_proto.framing import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
 from kvbridge.transport.control import Control

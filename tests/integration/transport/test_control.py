@@ -11,8 +11,8 @@ import time
 
 import pytest
 import zmq
-from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import Detach
+from kvbridge_proto.framing import encode
 from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refuse
 
 from demo.processes import free_port

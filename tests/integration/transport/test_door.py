@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbridge_proto.codec import encode, pack
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.door import MemoryEnding, MemoryOpened, OpenMemory, Ticket
 from kvbridge_proto.engine import Refused
+from kvbridge_proto.framing import encode, pack
 from kvbridge_proto.pool import Handle
 
 from kvbridge.errors import PeerError
@@ -40,7 +40,7 @@ open_memory = partial(doors.open_memory, within_s=60.0)
 RECEIVER = """
 import asyncio, sys
 from contextlib import closing
-from kvbridge_proto.codec import decode
+from kvbridge_proto.framing import decode
 from kvbridge_proto.door import Ticket
 from kvbridge.transport.door import open_memory
 async def main():

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbridge_proto.codec import BadFrame, pack
 from kvbridge_proto.engine import Descriptors, Detach, Detached, Failed, Refused, Withdraw
+from kvbridge_proto.framing import BadFrame, pack
 from kvbridge_proto.status import StatusQuery
 
 from kvbridge.adapters.engine.client import EngineClient

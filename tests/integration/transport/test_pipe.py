@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
-from kvbridge_proto.codec import encode, framed
+from kvbridge_proto.framing import encode, framed
 from kvbridge_proto.peer import Body, Cancel, Drained, Envelope, Goodbye, Hold, Ping
 
 from kvbridge.errors import PeerError

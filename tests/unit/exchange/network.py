@@ -61,9 +61,9 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.transfer import OpenWant
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.states import SlotState
+from kvbridge.state_machines import SlotState
 from testing.halves import by_slots, make_receiver
 
 SLOT_BYTES = 1024

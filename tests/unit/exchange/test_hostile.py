@@ -16,10 +16,10 @@ from kvbridge.exchange.actions import Carried, Send
 from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.pull.halves import LEASE_S, OutgoingByPull
+from kvbridge.routes.registry import sending_routes
 from kvbridge.routes.slots.halves import MOST_LEASES, OutgoingBySlots
-from kvbridge.states import TransferState
+from kvbridge.state_machines import TransferState
 from testing.halves import by_slots
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of

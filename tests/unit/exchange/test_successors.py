@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.sender import Sender
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from kvbridge.routes.slots.halves import CONFIRM_AGAIN_S
 from testing.halves import by_slots
 from tests.unit.exchange.world import World

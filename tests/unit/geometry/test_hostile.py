@@ -6,9 +6,9 @@ import time
 import tracemalloc
 
 import pytest
-from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.common import MAX_RANKS, Blocks, Rank
 from kvbridge_proto.engine import Directory, ToAgent
+from kvbridge_proto.framing import BadFrame, decode, encode
 from kvbridge_proto.pool import Group, Pool
 from msgspec.structs import replace
 

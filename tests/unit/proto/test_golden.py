@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from kvbridge_proto import codec, common, door, engine, peer, status
+from kvbridge_proto import common, door, engine, framing, peer, status
 
 from tests.unit.proto.samples import BODIES, FROM_DOOR, TO_AGENT, TO_DOOR, TO_ENGINE, frames
 from tests.unit.proto.schemas import SCHEMA, schema_texts
@@ -22,7 +22,7 @@ FRAMES = frames()
 def test_a_golden_frame_and_its_readable_twin_are_the_exact_struct(name: str) -> None:
     message, kind = FRAMES[name]
     frame = (NEWEST / f"{name}.msgpack").read_bytes()
-    assert codec.decode(frame, kind) == message and codec.encode(message) == frame
+    assert framing.decode(frame, kind) == message and framing.encode(message) == frame
     twin = (NEWEST / f"{name}.json").read_bytes()
     assert msgspec.json.decode(twin, type=type(message)) == message
 
@@ -45,7 +45,7 @@ def test_every_version_we_speak_has_golden_frames_that_decode() -> None:
         assert paths
         for path in paths:
             name = str(path.relative_to(GOLDEN / f"v{version}").with_suffix(""))
-            codec.decode(path.read_bytes(), kinds[name])
+            framing.decode(path.read_bytes(), kinds[name])
 
 
 def test_no_key_of_the_page_status_is_gone_or_another_unless_its_schema_is() -> None:

@@ -13,8 +13,8 @@ import msgpack
 import msgspec
 import pytest
 from kvbridge_proto import engine, peer
-from kvbridge_proto.codec import BadFrame, Limits, decode, encode, unpack
 from kvbridge_proto.common import MAX_BLOCKS, Blocks
+from kvbridge_proto.framing import BadFrame, Limits, decode, encode, unpack
 
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped, frames, tag
 
@@ -236,7 +236,7 @@ def _only_bad_frame(frame: bytes, kind: Any) -> None:
 
 BOMB = """
 import resource, struct, sys
-from kvbridge_proto.codec import BadFrame, unpack
+from kvbridge_proto.framing import BadFrame, unpack
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size = 1 << 20
 header = bytes.fromhex(sys.argv[1]) + struct.pack(">I", size - 6)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbridge_proto import engine
-from kvbridge_proto.codec import (
+from kvbridge_proto.engine import Descriptors, Withdraw
+from kvbridge_proto.framing import (
     FRAME_FDS,
     HEADER,
     MESSAGE_FDS,
@@ -21,7 +22,6 @@ from kvbridge_proto.codec import (
     framed,
     pack,
 )
-from kvbridge_proto.engine import Descriptors, Withdraw
 
 from testing.refusals import refused
 from tests.unit.proto.samples import TO_AGENT, TO_ENGINE

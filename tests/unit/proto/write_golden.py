@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from kvbridge_proto import codec, common
+from kvbridge_proto import common, framing
 
 from tests.unit.proto.samples import frames
 from tests.unit.proto.schemas import SCHEMA, schema_texts
@@ -17,7 +17,7 @@ def main() -> None:
     for name, (message, _) in frames().items():
         path = GOLDEN / f"{name}.msgpack"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(codec.encode(message))
+        path.write_bytes(framing.encode(message))
         path.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(message)) + b"\n")
     SCHEMA.mkdir(exist_ok=True)
     for name, text in schema_texts().items():

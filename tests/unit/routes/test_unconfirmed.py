@@ -11,7 +11,7 @@ from msgspec import structs
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from kvbridge.routes.slots.halves import UnconfirmedTransfers
 from testing.halves import by_slots
 from tests.unit.exchange.world import World

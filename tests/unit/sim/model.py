@@ -28,7 +28,7 @@ from kvbridge.exchange.session import AttachedEngine, Session
 from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.unfilled import Filling
-from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.registry import sending_routes
 from kvbridge.values import Value
 from testing.halves import by_slots
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node

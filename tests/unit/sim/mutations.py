@@ -41,7 +41,7 @@ from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.slots import jobs as slot_jobs
 from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots, SlotReceiving, UnconfirmedTransfers
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.states import SlotEvent, SlotState, TransferState, WantState
+from kvbridge.state_machines import SlotEvent, SlotState, TransferState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 from testing.halves import by_slots

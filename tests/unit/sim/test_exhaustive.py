@@ -10,7 +10,7 @@ from kvbridge.exchange.actions import Action
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.transfer import OpenWant
 from kvbridge.geometry.unfilled import Filling
-from kvbridge.states import IllegalEvent
+from kvbridge.state_machines import IllegalEvent
 from tests.unit.exchange.network import Network, Wrong
 from tests.unit.sim.model import State
 from tests.unit.sim.mutations import switched_off

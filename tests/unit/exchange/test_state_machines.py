@@ -10,13 +10,13 @@ from kvbridge_proto.common import VersionRange
 from kvbridge_proto.peer import Refuse
 from msgspec.structs import replace
 
-from kvbridge import states as tables
+from kvbridge import state_machines as tables
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import accept, answer, hello, welcome
 from kvbridge.exchange.transfer import Transfer
 from kvbridge.routes.pull.halves import IncomingByPull, OutgoingByPull
 from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots
-from kvbridge.states import (
+from kvbridge.state_machines import (
     IllegalEvent,
     LinkState,
     OfferState,
