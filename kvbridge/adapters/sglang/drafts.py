@@ -13,7 +13,7 @@ import torch
 
 from ..engine.unsupported import refusal
 
-# Of SGLang's auxiliary row: the drafts for the first step, their probabilities, and the hidden state that they are of.
+# In a metadata buffer: the drafts for the first step, their probabilities, and the hidden state that they are of.
 TOKENS, PROBABILITIES = "output_topk_index", "output_topk_p"
 HIDDEN, SEED = "output_hidden_states", "output_dsa_topk_indices"
 
@@ -36,7 +36,7 @@ def pools(queue: Any) -> list[Any]:
 
 
 def fields(buffers: Any, addresses: Sequence[int]) -> dict[int, str]:
-    """Which fields of the auxiliary row are about drafts, by their place in it. `addresses` are of all fields."""
+    """Which fields of the metadata buffer are about drafts, by their place in it. `addresses` are of all fields."""
     known = {
         tensor.data_ptr(): name
         for name in (TOKENS, PROBABILITIES, HIDDEN, SEED)

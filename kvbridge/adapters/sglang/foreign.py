@@ -15,7 +15,6 @@ from kvbridge_proto.common import Address
 from msgspec import Meta
 
 from ...errors import EngineError
-from . import drafts
 from .messages import Text
 
 HOST = "kvbridge"  # the `bootstrap_host` of a request whose prompt another engine has prefilled
@@ -84,19 +83,6 @@ def shorten(req: Any) -> None:
     if len(req.origin_input_ids) > 1:
         req.origin_input_ids = req.origin_input_ids[:-1]
         req.logprob_start_len = min(req.logprob_start_len, len(req.origin_input_ids))
-
-
-def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[float, int]]) -> None:
-    """Write the auxiliary row that an SGLang prefill server would have sent (`MetadataBuffers.set_buf`)."""
-    buffers.output_ids[index][0] = said.first_token
-    buffers.cached_tokens[index].zero_()
-    buffers.output_token_logprobs_val[index][0] = said.logprob or 0.0
-    buffers.output_token_logprobs_idx[index][0] = said.first_token
-    for place, (value, token) in enumerate(top):
-        buffers.output_top_logprobs_val[index][place] = value
-        buffers.output_top_logprobs_idx[index][place] = token
-    drafts.unknown(buffers, index)
-    buffers.bootstrap_room[index][0] = room  # the scheduler takes the row once it finds the room here
 
 
 def custom_params(req: Any) -> Any:

@@ -44,7 +44,8 @@ from . import drafts, foreign, states
 from .building import TESTED, building
 from .held_pages import HELD, HeldPages, why_none
 from .kept_fetches import KeptFetches
-from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
+from .messages import STATUS_TAG, TAG, Asked, BadMessage, pack, shares, unknown, unpack
+from .metadata import Metadata
 from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prefixes, prompt_digest, why_not_carried
@@ -425,7 +426,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _hear_decode(self, frames: list[bytes]) -> None:
         if frames[0] == TAG:
-            self.rooms.put(unpack(frames, Row))
+            self.rooms.put(unpack(frames, Metadata))
         elif (status := self.parse_kv_status_message(frames)) is not None:
             number, said, rank, reason = status
             if said == KVPoll.Failed:
@@ -433,11 +434,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         else:
             raise unknown(frames)
 
-    def send_row(self, row: Row, asked: Iterable[Asked]) -> None:
-        """Send the auxiliary row to every rank that asked. Raises zmq.ZMQError."""
+    def send_metadata(self, said: Metadata, asked: Iterable[Asked]) -> None:
+        """Send the first token to every rank that asked. Raises zmq.ZMQError."""
         for endpoint, port in endpoints(asked):
             address = NetworkAddress(endpoint, port)
-            self._send_multipart_locked(address.to_tcp(), pack(row), is_ipv6=address.is_ipv6)
+            self._send_multipart_locked(address.to_tcp(), pack(said), is_ipv6=address.is_ipv6)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
         """Connect to a decode rank. SGLang's own socket silently gives up for good after one refused connection."""

@@ -1,8 +1,8 @@
 """Messages between kvbridge's adapters in two SGLang servers, over SGLang's own control sockets. Pure.
 
-The KV goes through the agents. These messages carry the question that starts a prefill, and the auxiliary row: what
-SGLang's decode side must know besides the KV (the first token, its log probabilities, ...), as one byte string for each
-of its buffers. All input comes from the network: an unreadable message raises BadMessage, and is dropped.
+The KV goes through the agents. These messages carry the question that starts a prefill (`Asked`), and
+the answer's first token (`Metadata` in metadata.py). All input comes from the network: an unreadable message raises
+BadMessage, and is dropped.
 """
 
 from __future__ import annotations
@@ -42,15 +42,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     ranks: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):
-    """Prefill to decode: the auxiliary row of this prompt."""
-
-    room: int
-    prompt: Text
-    fields: Annotated[tuple[bytes, ...], Meta(max_length=256)]
-
-
-def pack(message: Asked | Row) -> list[bytes]:
+def pack(message: msgspec.Struct) -> list[bytes]:
     return [TAG, msgspec.msgpack.encode(message)]
 
 

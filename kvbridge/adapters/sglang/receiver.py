@@ -1,8 +1,7 @@
-"""SGLang's decode side of a request: one want for the KV, and then the auxiliary row."""
+"""SGLang's decode side of a request: one want for the KV, and then the first token (metadata.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +14,13 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
-from . import compressed, drafts, foreign, states, windows
+from . import compressed, foreign, metadata, states, windows
 from .held_pages import CHANGES
 from .manager import KVBridgeManager, attempt, is_foreign
-from .messages import Asked, Row, pack
+from .messages import Asked, pack
 from .rooms import OTHER_PROMPT
 from .servers import RankAnswer, ranks, why_no_server
 
-LIKELY = drafts.PROBABILITIES  # zeros where nobody has drafted: the likeliest tokens' never are
 AGENT_S = 10.0  # how long a request waits for an agent that is away
 LOOK_AGAIN_S = 0.5
 DECLINE_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
@@ -45,7 +43,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._pages: list[int] | None = None  # allocated to us, and not asked for yet
         self._states: list[Any] | None = None  # what SGLang has allocated beside the pages
         self._first_token = 0
-        self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
+        self._is_wanted = False  # all is asked for: `_poll` waits for the want and the metadata
         self._expected: Want | None = None  # empty, of what another engine holds for us while the request queues
         self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
         self._obstacle = why_no_server(bootstrap_addr)  # why it has no room, or ""
@@ -267,7 +265,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         return int(status)
 
     def _advance(self) -> None:
-        """Succeed once the KV is in our pages and the auxiliary row has come."""
+        """Succeed once the KV is in our pages and the first token has come."""
         if self._pages is not None:
             return self._ask_soon()
         if (ended := self.ended) is not None and not ended.is_good:
@@ -277,32 +275,21 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return
         if ended is not None and ended.other_scores and self._want is not None:
             self._finish_scores(self._want)
+        place = self.kv_mgr.queue.metadata_buffers, self._aux_index
         if self._prefilled is not None:
-            foreign.write(self.kv_mgr.queue.metadata_buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
-        elif (row := self.kv_mgr.rooms.row(self.bootstrap_room)) is not None:
-            self._take(row)
+            said, top = self._prefilled
+            metadata.write(*place, self.bootstrap_room, said.first_token, said.logprob, top)
+        elif (sent := self.kv_mgr.rooms.metadata(self.bootstrap_room)) is None:
+            return
+        elif reason := metadata.take(sent, self.kv_mgr.kv_args, *place):
+            return self._fail(reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _finish_scores(self, want: Want) -> None:
         """Once, before the scheduler hears that the rows are there."""
         assert self.kv_mgr.scores is not None
         self._want = None
         self.kv_mgr.scores.finish(want)
-
-    def _take(self, row: Row) -> None:
-        """Copy the row. Its fields about drafts only if the prefill side has drafted, with a model like ours."""
-        args, buffers = self.kv_mgr.kv_args, self.kv_mgr.queue.metadata_buffers
-        theirs, ours = [len(field) for field in row.fields], list(args.aux_item_lens)
-        of_drafts = drafts.fields(buffers, args.aux_data_ptrs)
-        is_drafted = theirs == ours and all(any(row.fields[i]) for i, name in of_drafts.items() if name == LIKELY)
-        others = [i for i in range(len(ours)) if i not in of_drafts]
-        if len(theirs) != len(ours) or any(theirs[i] != ours[i] for i in others):
-            return self._fail(f"auxiliary row: bytes of its fields: prefill {theirs}, decode {ours}")
-        for i in range(len(ours)) if is_drafted else others:
-            ctypes.memmove(args.aux_data_ptrs[i] + self._aux_index * ours[i], row.fields[i], ours[i])
-        if not is_drafted:
-            drafts.unknown(buffers, self._aux_index)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.fail(self.bootstrap_room, reason)

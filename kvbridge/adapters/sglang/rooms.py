@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from ...oneline import shown
 from ..engine.prompts import ROOMS
-from .messages import Asked, Row
+from .messages import Asked
+from .metadata import Metadata
 
 MOST_ROOMS = 65536  # at this number a question opens no new room
 MOST_ASKING = 1024  # ranks that may ask for one room
@@ -33,7 +34,7 @@ class Room:
     prompt: str = ""
     is_open: bool = False
     asked: dict[tuple[str, int], Asked] = field(default_factory=dict)
-    row: Row | None = None
+    metadata: Metadata | None = None
 
 
 NO_ROOM = Room(0.0)  # what is read where there is none; nobody owns it
@@ -68,7 +69,7 @@ class Rooms:
             room = self._rooms.get(number, NO_ROOM)
             if room.owner is not owner:
                 return []
-            room.prompt, room.is_open, room.row = prompt, is_open, None
+            room.prompt, room.is_open, room.metadata = prompt, is_open, None
             strangers = [each for each in room.asked.values() if each.prompt != prompt]
             room.asked = {place: each for place, each in room.asked.items() if each.prompt == prompt}
             return strangers
@@ -114,15 +115,15 @@ class Rooms:
                 del self._rooms[number]
             return True
 
-    def put(self, row: Row) -> None:
-        """Keep the auxiliary row of a prompt, if a request of ours waits for it."""
+    def put(self, said: Metadata) -> None:
+        """Keep the first token of a prompt, if a request of ours waits for it."""
         with self._lock:
-            room = self._rooms.get(row.room, NO_ROOM)
-            if room.prompt and room.prompt == row.prompt:
-                room.row = row
+            room = self._rooms.get(said.room, NO_ROOM)
+            if room.prompt and room.prompt == said.prompt:
+                room.metadata = said
 
-    def row(self, number: int) -> Row | None:
-        return self._rooms.get(number, NO_ROOM).row
+    def metadata(self, number: int) -> Metadata | None:
+        return self._rooms.get(number, NO_ROOM).metadata
 
     # The end:
 

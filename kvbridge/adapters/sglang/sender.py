@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from functools import partial
@@ -17,10 +16,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
-from . import compressed, foreign, states, windows
+from . import compressed, foreign, metadata, states, windows
 from .held_pages import CHANGES
 from .manager import KVBridgeManager, attempt
-from .messages import Row
 from .prompts import prompt_tokens
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
@@ -51,7 +49,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self.is_whole = False  # its last part is with the agent
         self._prompt = self._traceparent = self._name = ""
         self._first_token = self._tokens = 0
-        self._is_row_sent = False
+        self._is_metadata_sent = False
         self._length = 0  # of the prompt
         self._changes = 0  # of the weights, when its request came
         self._is_fetched_elsewhere = self._was_offered = False
@@ -102,7 +100,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        if is_last and not self._send_row():
+        if is_last and not self._send_metadata():
             return
         self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event, state_indices)
         self._record_transfer_indices(pages, None)
@@ -150,20 +148,17 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         beside = compressed.beside(queue.token_to_kv_pool, window, args, state_indices, tokens, is_decoder=False)
         return (*window, *beside, *states.slot(args, state_indices))
 
-    def _send_row(self) -> bool:
-        """Send the auxiliary row to all ranks that asked, from the last pipeline stage only. False if that failed."""
+    def _send_metadata(self) -> bool:
+        """Send the first token to all ranks that asked, from the last pipeline stage only. False if that failed."""
         manager = self.kv_mgr
-        self._is_row_sent = True
+        self._is_metadata_sent = True
         if not manager.pp_group.is_last_rank:
             return True
-        args = manager.kv_args
-        places = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
-        fields = tuple(ctypes.string_at(start + self.aux_index * size, size) for start, size in places)
-        row = Row(room=self.bootstrap_room, prompt=self._prompt, fields=fields)
+        said = metadata.read(manager.kv_args, self.aux_index, self.bootstrap_room, self._prompt)
         try:
-            manager.send_row(row, manager.rooms.whole(self.bootstrap_room) or ())
+            manager.send_metadata(said, manager.rooms.whole(self.bootstrap_room) or ())
         except zmq.ZMQError as error:
-            self._fail(f"the auxiliary row could not be sent: {error}")
+            self._fail(f"the metadata buffer could not be sent: {error}")
             return False
         return True
 
@@ -189,7 +184,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return
         if (ended := self.ended) is None:
             return
-        if ended.is_good and self._is_row_sent:
+        if ended.is_good and self._is_metadata_sent:
             manager.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(f"{ended.code}: {ended.reason}")

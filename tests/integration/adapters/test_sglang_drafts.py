@@ -1,8 +1,7 @@
-"""SGLang's draft model: its real pools beside the model's, and the fields of its real auxiliary rows."""
+"""SGLang's draft model: its real pools beside the model's, and the fields of its real metadata buffers."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
 from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.sglang import metadata
 from kvbridge.adapters.sglang.drafts import pools
-from kvbridge.adapters.sglang.foreign import Prefilled, write
-from kvbridge.adapters.sglang.messages import Row
+from kvbridge.adapters.sglang.metadata import Metadata
 from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
@@ -180,7 +179,7 @@ def test_rows_are_carried_and_zeros_fill_what_the_prefill_side_lacks(ours: int, 
         assert np.array_equal(take_rows(ends[1], plane, others), take_rows(before, plane, others))
 
 
-# The auxiliary row:
+# The metadata buffer:
 
 
 def buffers(hidden: int, dtype: torch.dtype, seed: int = 0) -> Any:
@@ -210,27 +209,17 @@ def undrafted(seed: int = 0) -> Any:
     return made
 
 
-def row_of(made: Any) -> Row:
+def args_of(made: Any) -> Any:
     pointers, _, sizes = made.get_buf_infos()
-    fields = tuple(ctypes.string_at(at + PLACE * size, size) for at, size in zip(pointers, sizes, strict=True))
-    return Row(room=ROOM, prompt="ab", fields=fields)
+    return SimpleNamespace(aux_data_ptrs=pointers, aux_item_lens=sizes)
 
 
-def take(ours: Any, row: Row) -> tuple[str, int]:
-    """What a receiver makes of a row: its failure, "" if none, and SGLang's status."""
-    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+def told_by(made: Any) -> Metadata:
+    return metadata.read(args_of(made), PLACE, ROOM, "ab")
 
-    made, told = object.__new__(KVBridgeReceiver), {}
-    pointers, _, sizes = ours.get_buf_infos()
-    made.kv_mgr = SimpleNamespace(
-        kv_args=SimpleNamespace(aux_data_ptrs=pointers, aux_item_lens=sizes),
-        queue=SimpleNamespace(metadata_buffers=ours),
-        update_status=lambda room, status: told.update(status=int(status)),
-        fail=lambda room, reason: told.update(status=0, reason=reason),
-    )
-    made.bootstrap_room, made._aux_index = ROOM, PLACE
-    made._take(row)
-    return told.get("reason", ""), told["status"]
+
+def taken(said: Metadata, ours: Any) -> str:
+    return metadata.take(said, args_of(ours), ours, PLACE)
 
 
 def is_unknown(made: Any) -> bool:
@@ -245,7 +234,7 @@ def is_unknown(made: Any) -> bool:
 def test_drafts_of_the_prefill_side_come_with_the_first_token() -> None:
     theirs, ours = drafted(), buffers(HIDDEN, torch.bfloat16)
     theirs.output_ids[PLACE][0] = 42
-    assert take(ours, row_of(theirs)) == ("", 4)
+    assert taken(told_by(theirs), ours) == ""
     assert ours.output_ids[PLACE][0] == 42
     for name in ("output_topk_p", "output_topk_index", "output_hidden_states"):
         assert torch.equal(getattr(ours, name)[PLACE], getattr(theirs, name)[PLACE])
@@ -267,18 +256,18 @@ def test_without_drafts_of_a_model_like_ours_none_are_known(theirs: Any, ours: A
     made.output_topk_p[PLACE].fill_(0.5)  # an earlier request's
     sent = theirs(seed=seed)
     sent.output_ids[PLACE][0] = 42
-    assert take(made, row_of(sent)) == ("", 4)
+    assert taken(told_by(sent), made) == ""
     assert made.output_ids[PLACE][0] == 42 and is_unknown(made)
 
 
-def test_a_row_that_differs_elsewhere_is_refused() -> None:
-    row = row_of(drafted())
-    for fields in ((b"1", *row.fields[1:]), row.fields[1:]):
-        reason, status = take(drafted(), Row(room=ROOM, prompt="ab", fields=fields))
-        assert status == 0 and reason.startswith("auxiliary row: bytes of its fields: prefill [")
+def test_a_metadata_buffer_that_differs_elsewhere_is_refused() -> None:
+    said = told_by(drafted())
+    for fields in ((b"1", *said.fields[1:]), said.fields[1:]):
+        reason = taken(Metadata(ROOM, "ab", fields), drafted())
+        assert reason.startswith("metadata buffer: bytes of its fields: prefill [")
 
 
 def test_another_engine_s_prefill_has_drafted_nothing() -> None:
     made = drafted(seed=8)
-    write(made, PLACE, ROOM, Prefilled("tcp://x:1", 5), [])
+    metadata.write(made, PLACE, ROOM, 5, None, [])
     assert is_unknown(made) and made.output_ids[PLACE][0] == 5

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvbridge.adapters.sglang.foreign import MOST_LOGPROBS, Prefilled, is_fetched_elsewhere, prefilled, write
+from kvbridge.adapters.sglang.foreign import MOST_LOGPROBS, is_fetched_elsewhere, prefilled
+from kvbridge.adapters.sglang.metadata import write
 from kvbridge.errors import EngineError
 
 VOCABULARY = 1024
@@ -95,7 +96,7 @@ def test_the_row_is_what_a_prefill_server_would_have_sent() -> None:
     }
     buffers = SimpleNamespace(**{name: torch.full(shape, 9, dtype=dtype) for name, (shape, dtype) in shapes.items()})
     room = 2**63 - 1
-    write(buffers, 1, room, Prefilled("tcp://x:1", 5, logprob=-0.25), [(-0.25, 5), (-1.5, 7)])
+    write(buffers, 1, room, 5, -0.25, [(-0.25, 5), (-1.5, 7)])
     assert buffers.output_ids[1][0] == 5 and not buffers.cached_tokens[1].any()
     assert buffers.output_token_logprobs_val[1][0] == -0.25 and buffers.output_token_logprobs_idx[1][0] == 5
     assert buffers.output_top_logprobs_val[1][:3].tolist() == [-0.25, -1.5, 9]

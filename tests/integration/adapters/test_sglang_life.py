@@ -21,7 +21,8 @@ from kvbridge_proto.engine import Expect, NoOffer, Offer, Release, Want
 
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.kept_fetches import KeptFetches
-from kvbridge.adapters.sglang.messages import Asked, Row
+from kvbridge.adapters.sglang.messages import Asked
+from kvbridge.adapters.sglang.metadata import Metadata
 from kvbridge.adapters.sglang.rooms import Rooms
 from kvbridge.adapters.sglang.servers import Questions
 
@@ -132,7 +133,7 @@ def manager(role: str) -> Any:
     made.local_ip, made.rank_port = "10.0.0.2", 4000
     made.digest = lambda req: req.prompt
     made.send_kv_status_message = lambda **said: made.told.append((said["targets"], said["failure_reason"]))
-    made.send_row = lambda row, asked: made.told.append(row)
+    made.send_metadata = lambda said, asked: made.told.append(said)
     return made
 
 
@@ -206,7 +207,7 @@ def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it(prefill:
     assert (first.tokens, first.is_last, first.blocks[0].ids) == (32, False, (3, 4))
     assert (last.tokens, last.is_last, last.blocks[0].first, last.blocks[0].ids) == (40, True, 2, (9,))
     assert first.rendezvous == last.rendezvous and first.rendezvous.endswith("/ab")
-    assert prefill.told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
+    assert prefill.told == [Metadata(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
     assert made.poll() == WAITING, "somebody may be reading"
     prefill.talk.end("offer")
     assert listen(prefill, made) == SUCCESS
@@ -417,7 +418,7 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
     assert not want.is_offered, "the prefill server may not have begun"
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == WAITING and decode.kv_args.row[4] == 4, "the row comes last"
     decode.talk.end("want")
     assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
@@ -445,7 +446,7 @@ def test_scores_are_finished_once_before_their_request_has_succeeded(decode: Any
         made.abort()
     for _ in range(3):
         assert listen(decode, made) == (FAILED if why else WAITING)
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == (FAILED if why else SUCCESS)
     assert finished == [want] * (why != "aborted"), "pages of a request that has failed are soon another's"
 
@@ -456,14 +457,14 @@ def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone(decode: Any) -> N
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks) == (48, 48, ())
     assert listen(decode, made) == WAITING
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == SUCCESS
 
 
 def test_a_row_of_another_size_fails_that_request(decode: Any) -> None:
     made = receiver(decode, tokens=0)
     made.send_metadata(pages(), 1, [], 48)
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
     assert listen(decode, made) == FAILED and decode.kv_args.row.tolist() == list(range(8))
     assert "prefill [4, 4], decode [4]" in decode.failure_records[ROOM]
 
@@ -532,7 +533,7 @@ def test_pages_of_a_request_are_its_own_though_the_next_one_of_its_room_wants_to
     assert not decode.is_abort_release_safe(ROOM, 0)
     decode.talk.end("want", "aborted")
     assert listen(decode, following) == WAITING, "that was the other's"
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"rows",)))
     decode.talk.end("want")
     assert listen(decode, following) == SUCCESS and decode.is_abort_release_safe(ROOM, 0)
 
@@ -549,7 +550,7 @@ def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any
     assert listen(decode, following) == WAITING and decode.rooms.owned() == [ROOM]
     following.send_metadata(pages(8, 9, 10), 0, [], 0)
     decode.talk.end("want")
-    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Metadata(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, following) == SUCCESS
 
 

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from kvbridge.adapters.engine.prompts import rendezvous
-from kvbridge.adapters.sglang.messages import MESSAGE_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
+from kvbridge.adapters.sglang.messages import MESSAGE_BYTES, TAG, Asked, BadMessage, pack, shares, unpack
+from kvbridge.adapters.sglang.metadata import Metadata
 from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, why_not_carried
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_port=4000, rank=1, ranks=2)
@@ -21,8 +22,8 @@ ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_por
 # Messages:
 
 
-@pytest.mark.parametrize("message", [ASKED, Row(room=7, prompt="ab", fields=(b"first", b"", b"\0" * 64))])
-def test_a_message_comes_as_it_went(message: Asked | Row) -> None:
+@pytest.mark.parametrize("message", [ASKED, Metadata(room=7, prompt="ab", fields=(b"first", b"", b"\0" * 64))])
+def test_a_message_comes_as_it_went(message: Asked | Metadata) -> None:
     assert unpack(pack(message), type(message)) == message
 
 
@@ -46,12 +47,12 @@ def test_a_message_comes_as_it_went(message: Asked | Row) -> None:
 )
 def test_what_is_no_message_is_said_to_be_none(frames: list[bytes]) -> None:
     with pytest.raises(BadMessage):
-        unpack(frames, Asked | Row)
+        unpack(frames, Asked | Metadata)
 
 
 @pytest.mark.proves("T13")
-@pytest.mark.parametrize(("message", "kind"), [(ASKED, Row), (Row(room=7, prompt="ab", fields=(b"x",)), Asked)])
-def test_what_the_other_side_hears_is_none_of_ours(message: Asked | Row, kind: type[Asked | Row]) -> None:
+@pytest.mark.parametrize(("message", "kind"), [(ASKED, Metadata), (Metadata(7, "ab", (b"x",)), Asked)])
+def test_what_the_other_side_hears_is_none_of_ours(message: Asked | Metadata, kind: type[Asked | Metadata]) -> None:
     with pytest.raises(BadMessage):
         unpack(pack(message), kind)
 
@@ -66,7 +67,7 @@ def test_whatever_comes_is_a_message_or_none() -> None:
         bent = good[:at] + numbers.randbytes(1) + good[at + 1 :]
         for each in (frames, [TAG, *frames], [TAG, bent], [TAG, good[:at]]):
             with contextlib.suppress(BadMessage):
-                unpack(each, Asked | Row)
+                unpack(each, Asked | Metadata)
 
 
 @pytest.mark.parametrize(("decode", "prefill"), list(itertools.product(range(1, 9), repeat=2)))

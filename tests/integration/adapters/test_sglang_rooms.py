@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvbridge.adapters.sglang.messages import Asked, Row
+from kvbridge.adapters.sglang.messages import Asked
+from kvbridge.adapters.sglang.metadata import Metadata
 from kvbridge.adapters.sglang.rooms import (
     FAILED_S,
     MOST_ASKING,
@@ -18,7 +19,7 @@ from kvbridge.adapters.sglang.rooms import (
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="10.0.0.1", dst_port=4000, rank=0, ranks=2)
 OTHER = replace(ASKED, dst_port=4001, rank=1)
-ROW = Row(room=7, prompt="ab", fields=(b"1",))
+SAID = Metadata(room=7, prompt="ab", fields=(b"1",))
 
 
 @pytest.fixture
@@ -108,21 +109,21 @@ def test_a_request_that_succeeded_leaves_nothing(rooms: Rooms) -> None:
     assert rooms.leave(7, "first", "", 1) == [] and not rooms.owned() and not rooms.whole(7)
 
 
-def test_a_row_is_taken_for_its_own_request_only(rooms: Rooms) -> None:
-    rooms.put(ROW)
-    assert rooms.row(7) is None, "nobody waits"
+def test_a_first_token_is_taken_for_its_own_request_only(rooms: Rooms) -> None:
+    rooms.put(SAID)
+    assert rooms.metadata(7) is None, "nobody waits"
     rooms.enter(7, "first", 0)
-    for row in (ROW, replace(ROW, prompt="")):
-        rooms.put(row)
-        assert rooms.row(7) is None, "it is not known for what"
+    for said in (SAID, replace(SAID, prompt="")):
+        rooms.put(said)
+        assert rooms.metadata(7) is None, "it is not known for what"
     rooms.bind(7, "first", "ab")
-    rooms.put(replace(ROW, prompt="cd"))
-    assert rooms.row(7) is None
-    rooms.put(ROW)
-    assert rooms.row(7) == ROW
+    rooms.put(replace(SAID, prompt="cd"))
+    assert rooms.metadata(7) is None
+    rooms.put(SAID)
+    assert rooms.metadata(7) == SAID
     rooms.leave(7, "first", "", 1)
     rooms.enter(7, "next", 2)
-    assert rooms.row(7) is None
+    assert rooms.metadata(7) is None
 
 
 def test_nothing_is_kept_for_ever(rooms: Rooms) -> None:

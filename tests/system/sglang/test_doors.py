@@ -22,7 +22,7 @@ from tests.system.sglang.server import Server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-# Another set of auxiliary fields, a server that would give pages away half a second after an abort, and
+# Another set of metadata fields, a server that would give pages away half a second after an abort, and
 # one with room for so few tokens that running requests are retracted.
 OTHERS = {
     "d16-masks": replace(CONFIGS["d16"], environment={"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}),
@@ -100,9 +100,9 @@ def test_prefill_servers_that_a_client_made_up_cost_their_requests_only(fleet: F
     assert "\x1b[2J" not in log and "\nforged" not in log
 
 
-def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
+def test_a_metadata_buffer_of_another_size_is_named(fleet: Fleet) -> None:
     _, taken = fleet.both("p16", "d16-masks", fleet.body("p16", prompt(90, seed=31), fleet.room()))
-    assert "auxiliary row" in reason(taken)
+    assert "metadata buffer" in reason(taken)
     assert_works(fleet, "p16", "d16", seed=32)
 
 
