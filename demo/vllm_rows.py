@@ -30,7 +30,7 @@ def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -
     """
     import torch
 
-    from kvbridge.adapters.vllm.block_tables import Kept
+    from kvbridge.adapters.vllm.block_tables import TableGroup
     from kvbridge.adapters.vllm.pool import describe
     from kvbridge.adapters.vllm.versions import shard_of
 
@@ -55,7 +55,7 @@ def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -
         where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
         codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
         rows = region[torch.from_numpy(where).to(storage.device)].cpu().numpy()
-        rows[:, tokens < Kept(block_tokens, group.kind, group.window).first(end + LATER)] = 0
+        rows[:, tokens < TableGroup(block_tokens, group.kind, group.window).first(end + LATER)] = 0
         found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
     return found
 

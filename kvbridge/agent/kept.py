@@ -15,8 +15,9 @@ from kvbridge_proto.common import MOST_PREFIXES, PREFIX_TOKENS
 from kvbridge_proto.status import KeptOfPrompt
 from msgspec import json
 
+from ..errors import PeerError
 from ..exchange.session import Session
-from ..transport.endpoint import canonical
+from ..transport.endpoint import canonical, check_dialled
 
 PREFIX_BYTES = 20
 MOST_KEPT = 1024  # of our engine, and of each other agent; the oldest are forgotten, and end by themselves
@@ -62,6 +63,10 @@ class KeptAnswers:
         incarnation, address = session.peer.incarnation, canonical(session.peer.address)
         theirs = self._theirs.setdefault(incarnation, {})
         if incarnation in self._unreachable:
+            return
+        try:
+            check_dialled(address.partition("#")[0])
+        except PeerError:  # the other agent named itself so: our engine could fetch nothing from there
             return
         if kept.prefixes:
             if len(theirs) >= MOST_KEPT:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from kvbridge_proto.common import Blocks
 
-from ..cache_kinds import is_late
+from ..cache_kinds import comes_last, is_one_row, needed
 from ..errors import EngineError
-from ..geometry.group_plan import needed
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable, counted_by
 from .session import AttachedEngine
@@ -39,7 +38,7 @@ def tables_of(
     tables = _appended({}, engine, pieces)
     _check(tables, engine, first_token, end_token, True)
     for index, table in tables.items():
-        if not is_late(engine.pool.groups[index].kind):  # the others may use one block for all tokens they do not keep
+        if not comes_last(engine.pool.groups[index].kind):  # else one block may stand for all that is not kept
             table.check_distinct(index)
     return tables
 
@@ -62,7 +61,7 @@ def _check(
     if first_token == end_token:
         return
     for index, group in enumerate(engine.pool.groups):
-        if not is_last and is_late(group.kind):
+        if not is_last and comes_last(group.kind):
             continue
         counted = counted_by(group, engine.token_shard)
         first = counted.count(needed(group, first_token, end_token, engine.pool.shard))
@@ -78,26 +77,26 @@ def check_begin(plan: Plan, first_token: int) -> None:
     its first token is not checked.
     """
     for group_plan in plan.group_plans:
-        if group_plan.kind != "state" and group_plan.first < group_plan.token_shard.count(first_token):
+        if not is_one_row(group_plan.kind) and group_plan.first < group_plan.token_shard.count(first_token):
             reason = f"first_token: wanted {plan.first_token}, offered from {first_token}"
             raise EngineError("tokens_missing", reason)
 
 
-def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
-    """Raises EngineError if the sender's complete tables do not hold the plan's late groups (windows and states).
+def check_last(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
+    """Raises EngineError if the sender's complete tables do not hold the plan's windows and states.
 
     The offer may hold more tokens (`tokens`) than are wanted. Then its windows begin later, and its states include
     tokens that are not wanted.
     """
     for group_plan in plan.group_plans:
-        if not group_plan.is_late:
+        if not group_plan.comes_last:
             continue
-        if group_plan.kind == "state" and plan.end_token != tokens:
+        if is_one_row(group_plan.kind) and plan.end_token != tokens:
             reason = f"end_token: wanted {plan.end_token}, offered {tokens}, and a state is of exactly these"
             raise EngineError("state_moved_on", reason)
         for group in sorted(group_plan.sender_groups):
             table = _table(tables, group)
-            if group_plan.kind == "state":
+            if is_one_row(group_plan.kind):
                 table.last(plan.end_token)
             else:
                 for local in (group_plan.first, group_plan.end - 1):

@@ -20,7 +20,7 @@ from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
 from ..state_machines import OFFER_TABLE, OfferEvent, OfferState, TransferState
 from .actions import Action, Met, Send, Tell
-from .block_tables import check_begin, check_late, extended
+from .block_tables import check_begin, check_last, extended
 from .containers import Deadlines, Recent
 from .offers import AWAITED_S, ENDED_S, EndedOffer, Rendezvous, call_of
 from .orders import Broken, Quiet, RouteReport, SendingReport, StopSending
@@ -216,7 +216,7 @@ class Sender:
                     if out.claim.end_token > offered.tokens:
                         reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
                         raise EngineError("tokens_missing", reason)
-                    check_late(out.plan, offered.tables, offered.tokens)
+                    check_last(out.plan, offered.tables, offered.tokens)
             except KVBridgeError as error:
                 actions += self._stop(out, error.code, str(error))
         return actions

@@ -11,14 +11,13 @@ from math import isfinite, prod
 import msgspec
 from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import Scales
-from kvbridge_proto.pool import HALVES, SCALE_BLOCK, Codec, Group, Plane, Pool, Step
+from kvbridge_proto.pool import CODECS, SCALE_BLOCK, Codec, Group, Plane, Pool, Step
 
+from ..cache_kinds import has_window, is_one_row
 from .tokens import MOST_PERIOD, period_of
 from .wire import (
     ATTENTION_PARTS,
-    PLAIN,
     PLANE_SCALED,
-    POWERS,
     ROW_SCALED,
     SCALED_ROWS,
     base_part,
@@ -29,12 +28,6 @@ from .wire import (
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
-# Bytes of a row, and its width in numbers; 0 if the width varies.
-WHOLE_ROWS: dict[str, tuple[int, int]] = {
-    "fp8_ds_mla": (656, 576),
-    "fp8_ds_v4": (576, 0),
-    "nvfp4_ds_mla": (352, 0),
-}
 
 
 def check_pool(pool: Pool) -> tuple[str, ...]:
@@ -125,7 +118,7 @@ def _check_drafts(pool: Pool) -> Iterator[str]:
 
 def _check_groups(pool: Pool) -> Iterator[str]:
     for index, group in enumerate(pool.groups):
-        if group.kind in ("sliding", "chunked") and not group.window:
+        if has_window(group.kind) and not group.window:
             yield f"window: 0, group {index} is {group.kind}"
 
 
@@ -208,13 +201,13 @@ def _check_plane(pool: Pool, plane: Plane) -> Iterator[str]:
     yield from _check_model(pool, plane)
     yield from _check_codec(plane)
     tokens, elements = places_of(plane.token_axis), places_of(plane.element_axis)
-    if group.kind == "state":
+    if is_one_row(group.kind):
         if tokens != 1:
             yield f"token_axis: counts {tokens}, a state has 1 row in a block"
     elif tokens * plane.row_tokens != group.block_tokens:
         each = f", {plane.row_tokens} tokens each" if plane.row_tokens > 1 else ""
         yield f"token_axis: counts {tokens}{each}, block_tokens {group.block_tokens}"
-    if plane.row_tokens > 1 and (group.kind == "state" or pool.shard.cp_size > 1):
+    if plane.row_tokens > 1 and (is_one_row(group.kind) or pool.shard.cp_size > 1):
         yield f"row_tokens: {plane.row_tokens} in a {group.kind} group, cp_size {pool.shard.cp_size}, must be 1 there"
     if elements * plane.codec.element_bytes != plane.codec.row_bytes:
         yield (
@@ -237,7 +230,7 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"layer: {plane.layer} has a plane, the model says nothing of it"
         return
     group = pool.groups[plane.group]
-    if (layer.kind == "state") != (group.kind == "state"):
+    if is_one_row(layer.kind) != is_one_row(group.kind):
         yield f"group: {plane.group} is {group.kind}, the model's kind {layer.kind}"
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
@@ -265,20 +258,19 @@ def _check_codec(plane: Plane) -> Iterator[str]:
 def _check_row(codec: Codec) -> Iterator[str]:
     """Sizes that follow from the codec's name."""
     name, width = codec.name, codec.width
-    size = {**PLAIN, **POWERS}.get(name, 1)
+    form = CODECS[name]
+    size = form.element_bytes
     if name != "opaque" and codec.element_bytes != size:
         yield f"element_bytes: {codec.element_bytes}, {name} has {size}"
-    block = SCALE_BLOCK.get(name, 1)
-    if width % block:
+    if (block := form.scale_block) and width % block:
         yield f"width: {width}, {name} has scales of {block} numbers each"
-    if name in WHOLE_ROWS:
-        row_bytes, only = WHOLE_ROWS[name]
-        if only and width != only:
-            yield f"width: {width}, {name} has {only}"
-        if codec.row_bytes != row_bytes:
-            yield f"row_bytes: {codec.row_bytes}, {name} has {row_bytes}"
+    if form.row_bytes:
+        if form.width and width != form.width:
+            yield f"width: {width}, {name} has {form.width}"
+        if codec.row_bytes != form.row_bytes:
+            yield f"row_bytes: {codec.row_bytes}, {name} has {form.row_bytes}"
     elif name != "opaque":
-        row_bytes = width // 2 if name in HALVES else width * size
+        row_bytes = width // 2 if form.is_halved else width * size
         if codec.row_bytes != row_bytes:
             yield f"row_bytes: {codec.row_bytes}, {width} x {name} are {row_bytes}"
 

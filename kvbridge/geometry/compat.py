@@ -15,12 +15,12 @@ from typing import ClassVar, Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
+from ..cache_kinds import CACHE_KINDS, border, comes_last, has_window, whole_block
 from ..errors import PeerError
 from ..values import Value
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
-from .group_plan import border, whole_block
 from .layers import align, unfilled
 from .tokens import MOST_PERIOD, period_of
 from .wire import (
@@ -85,7 +85,7 @@ class Difference:
 
 
 # Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
-ATTENTION_KINDS = ("full", "sliding", "chunked")
+ATTENTION_KINDS = [name for name, kind in CACHE_KINDS.items() if not kind.is_one_row]
 CASTS = ("codec", "scale_codec", "rotation", "scores", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
@@ -191,18 +191,18 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
         yield from _if_other("row_tokens", ours.row_tokens, theirs.row_tokens, place, SAME_MODEL)
-        kept, wanted = sender.groups[ours.group], receiver.groups[theirs.group]
-        if kept.kind != "full":
+        given, wanted = sender.groups[ours.group], receiver.groups[theirs.group]
+        if comes_last(given.kind):
             needs = "the hybrid KV cache manager on the receiver, or off at the sender"
-            yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
+            yield from _if_other("kind", _keeps(given), _keeps(wanted), place, needs)
             # What the sender keeps begins on its own block border, which may be inside a block of the receiver.
             # A chunk that is whole blocks of the receiver begins on a border of that one too.
             block = border(wanted, receiver.shard)
-            is_inside = whole_block(kept, sender.shard) % block > 0
-            is_inside &= kept.kind != "chunked" or kept.window % block > 0
-            if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
+            is_inside = whole_block(given, sender.shard) % block > 0
+            is_inside &= not CACHE_KINDS[given.kind].begins_at_multiple or given.window % block > 0
+            if has_window(given.kind) and (given.kind, given.window) == (wanted.kind, wanted.window) and is_inside:
                 needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
-                blocks = _block(kept, sender.shard), _block(wanted, receiver.shard)
+                blocks = _block(given, sender.shard), _block(wanted, receiver.shard)
                 yield Difference("block_tokens", *blocks, place, needs)
 
 

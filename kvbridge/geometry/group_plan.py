@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from kvbridge_proto.pool import Group, GroupKind, Shard
 
-from ..cache_kinds import first_kept, is_late
+from ..cache_kinds import comes_last, is_one_row, needed
 from ..values import Value
 from .check import is_beside
 from .plane_pair import PlanePair, split_heads
@@ -38,34 +38,9 @@ LISTED_BYTES = 512
 LEAST_SLOT_BYTES = 1 << 20  # a smaller slot may list as much as one of this size
 # A plan of more chunks is not taken apart: a peer names how many tokens there are, and the order of chunks is a list.
 MOST_APART = 1024
-ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
 
 Numbers = npt.NDArray[np.int64]
 Size = TypeVar("Size", int, Numbers)
-
-
-def whole_block(group: Group, shard: Shard) -> int:
-    """Tokens in one entry of a group's block table, on all context-parallel ranks together."""
-    return group.block_tokens * shard.cp_size
-
-
-def border(group: Group, shard: Shard) -> int:
-    """What this group holds of a window begins at a multiple of so many tokens."""
-    return 1 if group.begins_inside or group.never_cached else whole_block(group, shard)
-
-
-def kept(group: Group, end_token: int, shard: Shard) -> int:
-    """The first token that this group must hold of a request of `end_token` tokens: see `first_kept`."""
-    if group.kind == "full":
-        return 0
-    border_tokens = group.block_tokens if group.kind == "state" else border(group, shard)
-    return first_kept(group.kind, group.window, end_token, border_tokens)
-
-
-def needed(group: Group, first_token: int, end_token: int, shard: Shard) -> int:
-    """The first token of this group that a receiver needs, if it has the rows before `first_token` already."""
-    held = kept(group, end_token, shard)
-    return held if group.never_cached else max(first_token, held)
 
 
 class GroupTemplate(Value, eq=False):
@@ -81,7 +56,7 @@ class GroupTemplate(Value, eq=False):
     first_pair: int
     units: Units
     row_tokens: int
-    is_late: bool
+    comes_last: bool
     sender_groups: frozenset[int]  # of the sender's pool, that the pairs are in
     alike: tuple[GroupTemplate, ...] = ()
 
@@ -111,7 +86,7 @@ class GroupTemplate(Value, eq=False):
         alike: tuple[GroupTemplate, ...] = (),
     ) -> GroupTemplate:
         sender_groups = frozenset(pair.sender.group for pair in pairs)
-        derived = Units.of(pairs), pairs[0].receiver.row_tokens, is_late(group.kind), sender_groups
+        derived = Units.of(pairs), pairs[0].receiver.row_tokens, comes_last(group.kind), sender_groups
         return cls(group, shard, token_shard, pairs, first_pair, *derived, alike)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> list[GroupPlan]:
@@ -130,7 +105,7 @@ class GroupTemplate(Value, eq=False):
 
     def _cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
         kind, token_shard = self.group.kind, self.token_shard
-        if kind == "state":
+        if is_one_row(kind):
             first, end = 0, 1
         else:
             first_token = needed(self.group, first_token, end_token, self.shard)
@@ -146,7 +121,7 @@ class GroupTemplate(Value, eq=False):
         chunks = -(-(end - first) // span) * (len(bands) - 1)
         spans, tail = divmod(end - first, first_span)
         total_bytes = spans * span_bytes + (self.units.bytes_of(tail) if tail else 0)
-        of = kind, self.is_late, token_shard, first, end, self.pairs, self.first_pair, self.sender_groups
+        of = kind, self.comes_last, token_shard, first, end, self.pairs, self.first_pair, self.sender_groups
         return GroupPlan(*of, self.units, span, bands, chunks, span_bytes, total_bytes)
 
 
@@ -220,7 +195,7 @@ class GroupPlan:
     """
 
     kind: GroupKind
-    is_late: bool  # see `cache_kinds.is_late`
+    comes_last: bool  # see cache_kinds.py
     token_shard: TokenShard
     first: int
     end: int

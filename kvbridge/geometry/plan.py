@@ -20,12 +20,12 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Group, Plane, Pool
 
-from ..cache_kinds import is_late
+from ..cache_kinds import CACHE_KINDS, comes_last, has_window, is_one_row
 from ..errors import KVBridgeError, OperatorError, PeerError
 from ..values import Value
 from .coalesce import coalesce
 from .group_plan import ALIGN as ALIGN
-from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
+from .group_plan import GroupPlan, GroupTemplate, fitted
 from .layers import align
 from .plane_pair import PlanePair, pair_planes
 from .shard import common
@@ -70,7 +70,7 @@ class Move:
 class Chunk(Value):
     """Plane pairs [first_pair, end_pair) for local tokens [first_local, end_local) of a group plan.
 
-    It may be gathered once `needs_tokens` tokens are there and, if it `is_late`, no more will come.
+    It may be gathered once `needs_tokens` tokens are there and, if it `comes_last`, no more will come.
     """
 
     index: int
@@ -81,7 +81,7 @@ class Chunk(Value):
     end_pair: int
     size_bytes: int
     needs_tokens: int
-    is_late: bool
+    comes_last: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ class Plan:
     @property
     def early_chunks(self) -> int:
         """How many chunks may be gathered while tokens are still being computed; they come first."""
-        return sum(group_plan.chunks for group_plan in self.group_plans if not group_plan.is_late)
+        return sum(group_plan.chunks for group_plan in self.group_plans if not group_plan.comes_last)
 
     def bytes_of(self, first_chunk: int, end_chunk: int) -> int:
         """Slot bytes of chunks [first_chunk, end_chunk)."""
@@ -131,8 +131,8 @@ class Plan:
             group_plan.first_pair + group_plan.bands[band],
             group_plan.first_pair + group_plan.bands[band + 1],
             group_plan.bytes_of(band, end - first),
-            self.end_token if group_plan.is_late else group_plan.token_shard.token(end - 1) + 1,
-            group_plan.is_late,
+            self.end_token if group_plan.comes_last else group_plan.token_shard.token(end - 1) + 1,
+            group_plan.comes_last,
         )
         return chunk
 
@@ -170,7 +170,7 @@ class Part(Value, eq=False):
         """The places of every move of this group whose rows are `unit_tokens` long."""
         chunk, group_plan = self.chunk, self.plan.group_plans[self.chunk.group_plan]
         table = self.tables[group]
-        if group_plan.kind == "state":
+        if is_one_row(group_plan.kind):
             return table.last(self.plan.end_token)
         return table.at(group_plan.token_shard, chunk.first_local, chunk.end_local, unit_tokens)
 
@@ -212,7 +212,7 @@ class Planner:
         ours, theirs = TokenShard.of(sender.shard), TokenShard.of(receiver.shard)
         self._token_shard = ours & theirs
         self._is_whole = self._token_shard == ours == theirs
-        self._period = lcm(*(group.block_tokens for group in sender.groups if group.kind != "state"))
+        self._period = lcm(*(group.block_tokens for group in sender.groups if not is_one_row(group.kind)))
         self._templates: dict[object, PlanTemplate] = {}
 
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
@@ -240,14 +240,16 @@ class Planner:
         They are as one side sees them, with arbitrary blocks. Empty if the two pools have nothing in common.
         """
         takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
-        groups = [group for pool in (self._sender, self._receiver) for group in pool.groups if group.kind != "state"]
+        groups = [
+            group for pool in (self._sender, self._receiver) for group in pool.groups if not is_one_row(group.kind)
+        ]
         token_shard = TokenShard.of(own.shard)
         counted = self._token_shard if self._token_shard.residues else token_shard  # else they share states only
         end_token = counted.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         tables = {}
         for index, group in enumerate(own.groups):
             entries = -(-counted_by(group, token_shard).count(end_token + 1) // group.block_tokens)
-            if group.kind == "state":  # only the last two entries: large blocks of the peer may make many
+            if is_one_row(group.kind):  # only the last two entries: large blocks of the peer may make many
                 piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
             elif entries <= group.blocks:
                 piece = Blocks(index, 0, tuple(range(entries)))
@@ -269,8 +271,8 @@ class Planner:
         first_pair = 0
         for group, rows in _by_group_plan(pair_planes(self._sender, self._receiver, takes), groups):
             pairs = None
-            if group.kind != "state":  # a window does not begin at `first_local`, as coalescing assumes
-                is_whole = self._is_whole and not is_late(group.kind)
+            if not is_one_row(group.kind):  # a window does not begin at `first_local`, as coalescing assumes
+                is_whole = self._is_whole and not comes_last(group.kind)
                 how = first_local, usable, is_whole, self._moves_units
                 pairs = fitted(coalesce(rows, self._sender, self._receiver, *how), usable)
             pairs = pairs or fitted(rows, usable)
@@ -323,10 +325,11 @@ def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[
 
 def _group_plan_of(group: Group) -> tuple[int, int, int]:
     """The key of a group's plan. Groups with the same key need the same tokens."""
-    if group.kind not in ("sliding", "chunked"):
-        return ORDER.index(group.kind), 0, 0
+    order = [*CACHE_KINDS].index(group.kind)
+    if not has_window(group.kind):
+        return order, 0, 0
     begins = 0 if group.never_cached else 1 if group.begins_inside else group.block_tokens
-    return ORDER.index(group.kind), group.window, begins
+    return order, group.window, begins
 
 
 # Of a pair's wire codec. `scale_codec` is left out: scales cross as a pair of their own, if at all.
@@ -367,8 +370,8 @@ def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: i
 
 
 def _order(group_plans: Sequence[GroupPlan], chunks: int) -> Sequence[int]:
-    """The chunks of several group plans that may be gathered early, by what they need; then those that are late."""
-    early = [group_plan for group_plan in group_plans if not group_plan.is_late]  # they come first
+    """The chunks of several group plans that may be gathered early, by what they need; then those that come last."""
+    early = [group_plan for group_plan in group_plans if not group_plan.comes_last]  # they come first
     if len(early) < 2:  # perhaps with more chunks than could be listed
         return range(chunks)
     needed = [group_plan.end_of(at) for group_plan in early for at in range(group_plan.chunks)]

@@ -12,6 +12,7 @@ import numpy as np
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
+from ..cache_kinds import is_one_row
 from ..errors import PeerError
 from ..values import Value
 from .layers import align, align_all, unfilled
@@ -85,7 +86,7 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
     needed = [plane for plane in receiver.planes if plane.layer not in missing] if missing else receiver.planes
     wanted = holdings(msgspec.structs.replace(receiver, planes=tuple(needed)))
     whole = {plane.part for plane in receiver.planes if plane.heads == plane.total_heads}
-    states = {plane.part for plane in receiver.planes if receiver.groups[plane.group].kind == "state"}
+    states = {plane.part for plane in receiver.planes if is_one_row(receiver.groups[plane.group].kind)}
     for part in sorted(wanted, key=lambda part: (part in whole, part)):
         for cell, holders in _cells(wanted[part], [_of_part(each, part) for each in held]):
             for first_head, end_head, able in _holders_of_heads(cell, holders):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Group, Shard
 
+from ..cache_kinds import is_one_row
 from ..errors import EngineError
 
 Places = npt.NDArray[np.int64]
@@ -96,7 +97,7 @@ ALL = TokenShard(1, (0,))
 
 def counted_by(group: Group, token_shard: TokenShard) -> TokenShard:
     """The tokens that a rank's table of this group counts: its own, or all, as every rank has its heads of a state."""
-    return ALL if group.kind == "state" else token_shard
+    return ALL if is_one_row(group.kind) else token_shard
 
 
 def _least(mask: npt.NDArray[np.bool_]) -> TokenShard:

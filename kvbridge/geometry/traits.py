@@ -9,6 +9,7 @@ import msgspec
 from kvbridge_proto.pool import MOST_COUNT, Layer, Pool
 from kvbridge_proto.status import PromptSize, Traits
 
+from ..cache_kinds import comes_last
 from .compat import ATTENTION_KINDS, form_of
 from .wire import is_scale
 
@@ -54,8 +55,8 @@ def prompt_size(pool: Pool) -> PromptSize:
         bytes_of[plane.group] += plane.heads * plane.codec.row_bytes / plane.row_tokens
     each = list(zip(pool.groups, bytes_of, strict=True))
     return PromptSize(
-        token_bytes=sum(size * share for group, size in each if group.kind == "full"),
-        prompt_bytes=sum(size * (group.window or 1) for group, size in each if group.kind != "full"),
+        token_bytes=sum(size * share for group, size in each if not comes_last(group.kind)),
+        prompt_bytes=sum(size * (group.window or 1) for group, size in each if comes_last(group.kind)),
         tokens=min(MOST_COUNT, _room(pool)),
     )
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import msgspec
-from kvbridge_proto.pool import SCALE_BLOCK, Codec, CodecName
+from kvbridge_proto.pool import CODECS, Codec, CodecName
 
 from ..cache_kinds import COMPRESSOR, RAW, ROTATED
 
 ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
-# Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
-PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-# Codec with one scale beside each row -> codec of the numbers in the row.
-ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
-# Codecs of scales that are powers of two -> bytes per scale. What is called `pow2_fp32` is any fp32 where SGLang's
-# fused writer made it, so rows are converted by value, never by looking at exponents alone. We write powers of two.
-POWERS: dict[CodecName, int] = {"pow2_fp32": 4, "ue8m0_x4": 4}
+# What follows is from the table of codecs, where `Form` says what each means. Bytes per number, or per scale:
+PLAIN = {name: form.element_bytes for name, form in CODECS.items() if form.is_plain}
+POWERS = {name: form.element_bytes for name, form in CODECS.items() if form.is_power}
+ROW_SCALED = {name: form.numbers for name, form in CODECS.items() if form.numbers}
 # Codecs of a row's scale that rows are converted from and to.
 ROW_SCALES: set[CodecName] = {"fp32", *POWERS}
 # explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
-# Only these have scales of a plane. Those of nvfp4 must be equal on both sides.
-PLANE_SCALED: tuple[CodecName, ...] = (*EIGHT_BITS, "nvfp4")
+PLANE_SCALED = [name for name, form in CODECS.items() if form.is_plane_scaled]
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
 MOST_NUMBERS = 1024
-# Codecs whose scales are rows of another plane of the layer, part `<part>_scale`.
-SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", *SCALE_BLOCK, "fp8_ds_v4"}
+SCALED_ROWS = {name for name, form in CODECS.items() if form.has_scale_rows}
 
 
 def is_scale(part: str) -> bool:

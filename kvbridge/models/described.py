@@ -38,7 +38,7 @@ from ..adapters.engine.codecs import (
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..adapters.vllm.backends import BACKENDS
-from ..cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY
+from ..cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY, is_one_row
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
 from .engine_command import EngineCommand
@@ -232,7 +232,7 @@ def _longer(layer: Layer) -> Layer:
 
 def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
     """Whether SGLang gives windows memory of their own."""
-    held = [layer for layer in model.layers if layer is not None and layer.kind != "state"]
+    held = [layer for layer in model.layers if layer is not None and not is_one_row(layer.kind)]
     alike = len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in held}) == 1
     has_windows = {layer.kind for layer in held} > {"full"}
     return has_windows and not model.has_one_pool and not (command.keeps_all and alike)
@@ -373,13 +373,13 @@ def _keepings(
     keeps_all = command.keeps_all if command.engine == "vllm" else not _has_window_pool(model, command)
     kinds: dict[int, tuple[GroupKind, int]] = {}
     for index, layer in layers.items():
-        is_whole = layer.kind != "state" and (keeps_all or layer.kind in ("full", "mla"))
+        is_whole = not is_one_row(layer.kind) and (keeps_all or layer.kind in ("full", "mla"))
         kinds[index] = ("full", 0) if is_whole else (layer.kind, layer.window)  # type: ignore[assignment]
     tokens = {
         index: sum(codec.row_bytes for _, codec in _rows(layer, said))
         * (1 if layer.kind == "mla" else Heads.of(layer.kv_heads, 0, command.tp).count)
         for index, layer in layers.items()
-        if layer.kind != "state"
+        if not is_one_row(layer.kind)
     }
     most = max(tokens.values(), default=1)
     is_mixed = command.engine == "vllm" and len({kinds[index] for index in tokens}) > 1
@@ -438,7 +438,7 @@ def _parts(
     index_rows = _index_rows(model, command, said) if model.index else ()
     for number, layer in layers.items():
         heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
-        if layer.kind == "state":
+        if is_one_row(layer.kind):
             assert model.state is not None
             codecs = _state_codecs(model, command)
             for part, held, width in model.state.parts(tp_rank, command.tp):
@@ -504,7 +504,7 @@ def _plane(rows: Rows, group: int, offset: int) -> Plane:
     """Token after token, each with its heads side by side. A block of states has one row."""
     size, codec = rows.codec.row_bytes, rows.codec
     token = rows.heads.count * size
-    count = 1 if rows.group.kind == "state" else rows.group.block_tokens // rows.row_tokens
+    count = 1 if is_one_row(rows.group.kind) else rows.group.block_tokens // rows.row_tokens
     return Plane(
         layer=rows.layer,
         part=rows.part,

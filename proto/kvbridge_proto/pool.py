@@ -6,7 +6,7 @@ all are the same `Plane` record with other numbers. Units are bytes unless a nam
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -38,10 +38,57 @@ CodecName = Literal[
     "ue8m0_x4",
     "opaque",
 ]
-# Codecs with a scale of one byte for so many numbers of a row. They are copied, never converted.
-SCALE_BLOCK: dict[CodecName, int] = {"mxfp8_e4m3": 32, "nvfp4": 16, "fp4_mx_block16": 16, "mxfp4": 32}
-# Codecs that put two numbers into a byte.
-HALVES: tuple[CodecName, ...] = ("nvfp4", "fp4_mx_block16", "mxfp4", "int4_row_scale")
+
+
+class Form(NamedTuple):
+    """What a codec's rows are. Rows that are neither plain nor `numbers` with a scale are copied, never converted.
+
+    `element_bytes`: of one number, or of what the element axis of a packed row counts. `is_plain`: a number for each
+    element, with one scale at most for the plane or for each head; any plain codec can become any other. `numbers`: of
+    a row with one scale beside it, the plain codec of its numbers. `scale_block`: a scale of one byte for so many
+    numbers. `has_scale_rows`: its scales are rows of another plane, part `<part>_scale`. `is_halved`: two numbers in a
+    byte. `is_plane_scaled`: it may have scales of the plane, too. `row_bytes`: of a row that has all it needs or is
+    packed otherwise, and its `width` if only one is known. `is_power`: it is itself the codec of a row's scale, a power
+    of two.
+    """
+
+    element_bytes: int = 1
+    is_plain: bool = False
+    numbers: CodecName | None = None
+    scale_block: int = 0
+    has_scale_rows: bool = False
+    is_halved: bool = False
+    is_plane_scaled: bool = False
+    row_bytes: int = 0
+    width: int = 0
+    is_power: bool = False
+
+
+CODECS: dict[CodecName, Form] = {
+    "bf16": Form(2, is_plain=True),
+    "fp16": Form(2, is_plain=True),
+    "fp32": Form(4, is_plain=True),
+    "fp8_e4m3": Form(is_plain=True, is_plane_scaled=True),
+    "fp8_e5m2": Form(is_plain=True, is_plane_scaled=True),
+    "int8": Form(is_plain=True, is_plane_scaled=True),
+    "int8_row_scale": Form(numbers="int8", has_scale_rows=True),
+    "fp8_row_scale": Form(numbers="fp8_e4m3", has_scale_rows=True),
+    "int4_row_scale": Form(has_scale_rows=True, is_halved=True),
+    "mxfp8_e4m3": Form(scale_block=32, has_scale_rows=True),
+    "nvfp4": Form(scale_block=16, has_scale_rows=True, is_halved=True, is_plane_scaled=True),  # equal on both sides
+    "fp4_mx_block16": Form(scale_block=16, has_scale_rows=True, is_halved=True),
+    "mxfp4": Form(scale_block=32, has_scale_rows=True, is_halved=True),
+    "fp8_ds_mla": Form(row_bytes=656, width=576),  # cut into two codecs, and so converted: geometry/latent_parts.py
+    "fp8_ds_v4": Form(row_bytes=576, has_scale_rows=True),
+    "nvfp4_ds_mla": Form(row_bytes=352),
+    # Called so it is any fp32 where SGLang's fused writer made it: rows are converted by value, never by looking at
+    # exponents alone. We write powers of two.
+    "pow2_fp32": Form(4, is_power=True),
+    "ue8m0_x4": Form(4, is_power=True),
+    "opaque": Form(),
+}
+SCALE_BLOCK = {name: form.scale_block for name, form in CODECS.items() if form.scale_block}
+HALVES = tuple(name for name, form in CODECS.items() if form.is_halved)
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
 GroupKind = Literal["full", "sliding", "chunked", "state"]
 HandleKind = Literal["shm_fd", "cuda_ipc", "vmm_fd"]

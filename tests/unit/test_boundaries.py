@@ -46,7 +46,7 @@ class Room:
 ROOMS = {
     "kvbridge_proto": Room(third={"msgpack", "msgspec"}),
     "kvbridge_kernels": Room(third={"torch", "triton", "numpy", "xxhash"}),
-    "kvbridge.cache_kinds": Room(),
+    "kvbridge.cache_kinds": Room({"kvbridge_proto"}),
     "kvbridge.errors": Room(),
     "kvbridge.oneline": Room(),
     "kvbridge.unix_socket": Room(),

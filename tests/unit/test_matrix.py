@@ -11,6 +11,7 @@ from kvbridge_proto.pool import CodecName
 
 from kvbridge.adapters.engine import codecs, memory
 from kvbridge.adapters.vllm import dtypes
+from kvbridge.cache_kinds import CACHE_KINDS
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.wire import POWERS
@@ -58,6 +59,10 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
         if "parallel" in row.name or row.name == "latent ranks":
             numbers = {len(row.ranks(case, 0)) for case in row.cases()}
             assert max(numbers) == max(len(ranks_of(case.receiver)) for case in row.cases()) > 1
+
+
+def test_every_kind_of_cache_is_carried() -> None:
+    assert {kind for row in ROWS for case in row.cases() for kind in case.sender.kinds} == set(CACHE_KINDS)
 
 
 def test_the_page_says_what_the_adapter_refuses() -> None:

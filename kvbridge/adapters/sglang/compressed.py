@@ -27,7 +27,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Codec, Group, Layer, Plane
 from msgspec.structs import replace
 
-from ...cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY, first_kept
+from ...cache_kinds import INDEX_KEY, OPEN_4, RAW, ROTATED_INDEX_KEY, window_start
 from ...errors import EngineError, OperatorError
 from ..engine.codecs import INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, V4_FORMS, plain_rows, scaled_rows
 from ..engine.memory import CODEC_OF, plane_of
@@ -233,7 +233,7 @@ def beside(
     found, groups = [], _state_groups(pool)
     if (number := groups.get(4)) is not None:
         block = _state_group(4).block_tokens
-        first = first_kept("sliding", OPEN_4, tokens, block)
+        first = window_start("sliding", OPEN_4, tokens, block)
         found.append(Blocks(number, first // block, tuple(_blocks(pool, window[0], range(first, tokens, block)))))
     for ratio in {2, 128} & groups.keys():
         if state_indices is not None and tokens % ratio:

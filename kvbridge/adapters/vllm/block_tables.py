@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
 
-from ...cache_kinds import first_kept, is_late
+from ...cache_kinds import comes_last, is_one_row, window_start
 from .layers import is_never_cached, is_ring, kind_of, one_of, span_of, window_of
 from .states import drafted_blocks
 from .versions import block_tokens, takes_first_token_for_decode, transfer_groups
@@ -27,7 +27,7 @@ NULL_BLOCK = 0  # vLLM's placeholder for a block that a request does not have
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TableGroup:
     """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's.
 
     `drafted`: of states, blocks for those after tokens that are drafted. `is_ring`: its one block is all entries.
@@ -49,27 +49,27 @@ class Kept:
 
         vLLM gives up every block that `get_num_skipped_tokens` covers whole.
         """
-        return first_kept(self.kind, self.window, end_token, self.block_tokens)
+        return window_start(self.kind, self.window, end_token, self.block_tokens)
 
     def given_up(self, end_token: int) -> int:
         """How many tokens of the first blocks vLLM has given up once `end_token` tokens are computed."""
         if not self.span:
             return self.first(end_token)
-        return first_kept("sliding", self.span, end_token, self.block_tokens)
+        return window_start("sliding", self.span, end_token, self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
     """The groups that travel, in the order of a request's tables."""
 
-    groups: tuple[Kept, ...]
+    groups: tuple[TableGroup, ...]
 
     @classmethod
     def of(cls, cache: KVCacheConfig, parallel: Any) -> GroupTables:
         specs = [group.kv_cache_spec for group in transfer_groups(cache)]
         return cls(
             tuple(
-                Kept(
+                TableGroup(
                     *(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec)),
                     *(is_ring(spec), is_never_cached(spec), takes_first_token_for_decode(one_of(spec)), span_of(spec)),
                 )
@@ -79,11 +79,11 @@ class GroupTables:
 
     @property
     def has_windows(self) -> bool:
-        return any(is_late(group.kind) for group in self.groups)
+        return any(comes_last(group.kind) for group in self.groups)
 
     @property
     def has_states(self) -> bool:
-        return any(group.kind == "state" for group in self.groups)
+        return any(is_one_row(group.kind) for group in self.groups)
 
     @property
     def keeps_all(self) -> bool:
@@ -110,7 +110,7 @@ class GroupTables:
         Of states vLLM keeps the one at the last boundary of blocks, the last one, and those of drafts.
         """
         entries = ((group, 1 if group.is_ring else -(-tokens // group.block_tokens)) for group in self.groups)
-        return sum(min(count, 2) + group.drafted if group.kind == "state" else count for group, count in entries)
+        return sum(min(count, 2) + group.drafted if is_one_row(group.kind) else count for group, count in entries)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """For each group, the entries that hold tokens [first, end), as far as vLLM keeps them."""
@@ -128,7 +128,7 @@ class GroupTables:
         """
         pieces = []
         for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True)):
-            if not is_late(group.kind):
+            if not comes_last(group.kind):
                 piece = _piece(index, ids, group, offered[index] * group.block_tokens, tokens)
                 pieces += [piece] if piece.ids else []
             elif end is not None:
@@ -143,10 +143,10 @@ class GroupTables:
         return not any(
             NULL_BLOCK in _piece(0, ids, group, group.first(end), end).ids
             for ids, group in zip(tables, self.groups, strict=True)
-            if is_late(group.kind)
+            if comes_last(group.kind)
         )
 
 
-def _piece(index: int, ids: Sequence[int], group: Kept, first: int, end: int) -> Blocks:
+def _piece(index: int, ids: Sequence[int], group: TableGroup, first: int, end: int) -> Blocks:
     entry, last = first // group.block_tokens, -(-end // group.block_tokens)
     return Blocks(index, entry, tuple(ids[:1]) * (last - entry) if group.is_ring else tuple(ids[entry:last]))

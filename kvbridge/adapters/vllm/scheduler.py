@@ -36,6 +36,7 @@ from msgspec.structs import replace
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from ...cache_kinds import has_window
 from ...errors import EngineError
 from ...oneline import OneLine, shown
 from ..engine.conversation import COMPUTING_S, numbers
@@ -217,7 +218,7 @@ class SchedulerSide:
     @property
     def has_cached_windows(self) -> bool:
         """Whether some layers keep the rows of the last tokens only, and vLLM's prefix cache has them."""
-        return any(each.kind not in ("full", "state") and not each.is_never_cached for each in self._tables.groups)
+        return any(has_window(each.kind) and not each.is_never_cached for each in self._tables.groups)
 
     # Free blocks:
 

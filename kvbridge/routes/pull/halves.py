@@ -31,7 +31,7 @@ from kvbridge_proto.peer import (
     Sum,
 )
 
-from ...cache_kinds import is_late
+from ...cache_kinds import comes_last
 from ...errors import KVBridgeError, PeerError
 from ...exchange.actions import Action, Carried, Compared, Send, Uncompared, Unconfirmed
 from ...exchange.block_tables import ready_chunks
@@ -81,7 +81,7 @@ class GrantedLease:
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
-            first_local = 0 if is_late(table.group.kind) else table.token_shard.count(plan.first_token)
+            first_local = 0 if comes_last(table.group.kind) else table.token_shard.count(plan.first_token)
             begin = max(self._entries.get(group, first_local // table.group.block_tokens), table.first_block)
             end = min(_end_entry(min(tokens, plan.end_token), table), table.first_block + len(table.ids))
             if begin < end:
@@ -98,7 +98,7 @@ def _groups(plan: Plan, is_last: bool) -> list[int]:
     """Groups of the sender's pool that the plan reads and that are readable now."""
     groups: set[int] = set()
     for group_plan in plan.group_plans:
-        if is_last or not group_plan.is_late:
+        if is_last or not group_plan.comes_last:
             groups |= group_plan.sender_groups
     return sorted(groups)
 

@@ -29,7 +29,7 @@ from kvbridge.adapters.sglang.states import copy_prefix, slot
 from kvbridge.adapters.vllm.states import planes_of
 from kvbridge.device.handles import export_all
 from kvbridge.errors import EngineError, OperatorError
-from kvbridge.exchange.block_tables import check_late, extended
+from kvbridge.exchange.block_tables import check_last, extended
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
@@ -394,9 +394,9 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
     blocks = (Blocks(0, 0, tuple(range(13))[:4]), Blocks(1, 0, (1,)))
     (takes,) = assign([pool], pool)
     tables = extended({}, AttachedEngine(None, 1, pool, None, ()), blocks, 0, 64, True)
-    check_late(plan(pool, pool, takes, 0, 64, 1 << 14), tables, 64)
+    check_last(plan(pool, pool, takes, 0, 64, 1 << 14), tables, 64)
     with refused(EngineError, "state_moved_on", "wanted 63, offered 64"):
-        check_late(plan(pool, pool, takes, 0, 63, 1 << 14), tables, 64)
+        check_last(plan(pool, pool, takes, 0, 63, 1 << 14), tables, 64)
     assert tokens
 
 

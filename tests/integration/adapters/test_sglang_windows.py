@@ -23,10 +23,10 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.adapters.sglang.windows import first_held, offered, wanted
-from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, TableGroup
 from kvbridge.device.handles import export_all
 from kvbridge.errors import EngineError, OperatorError
-from kvbridge.exchange.block_tables import check_late, extended, tables_of
+from kvbridge.exchange.block_tables import check_last, extended, tables_of
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Incompatible, verdict
@@ -221,7 +221,7 @@ def carry(
     theirs = tables_of(engine(receiver.pool), taken, first, end)
     (takes,) = assign([sender.pool], receiver.pool)
     planned, carrier = plan(sender.pool, receiver.pool, takes, first, end, 1 << 14), OnCpu()
-    check_late(planned, ours, tokens)
+    check_last(planned, ours, tokens)
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
@@ -256,7 +256,7 @@ def test_a_window_is_carried_between_pages_of_any_size(theirs: int, ours: int) -
 
 
 BLOCK, WINDOW = 16, BEFORE  # vLLM counts the current token: SGLang has one less before it
-VLLM = GroupTables((Kept(BLOCK, "full", 0), Kept(BLOCK, "sliding", WINDOW)))
+VLLM = GroupTables((TableGroup(BLOCK, "full", 0), TableGroup(BLOCK, "sliding", WINDOW)))
 SHAPE = Shape(
     layers=LAYERS,
     kinds=("full", "sliding", "sliding", "full"),

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, TableGroup
 from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, OfferedBlocks, Pressure
 
 pytestmark = pytest.mark.proves("G17")
 
-TABLES = GroupTables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
+TABLES = GroupTables((TableGroup(16, "full", 0), TableGroup(32, "full", 0)))  # 3 blocks for 32 tokens
 
 
 def limits(at_once: int = 16) -> SimpleNamespace:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvbridge_proto.common import Blocks
 
-from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, TableGroup
 from kvbridge.adapters.vllm.versions import block_tokens, interleave_of, layers_of, shard_of, transfer_ids
 from kvbridge.errors import OperatorError
 
@@ -63,7 +63,7 @@ def test_an_entry_of_a_shared_table_holds_all_ranks_tokens() -> None:
     assert block_tokens(SimpleNamespace(block_size=16), parallel) == 64
     assert block_tokens(SimpleNamespace(block_size=16, dcp_sharded=False), parallel) == 16
     assert block_tokens(SimpleNamespace(block_size=16), SimpleNamespace()) == 16
-    tables = GroupTables((Kept(64, "full", 0),))
+    tables = GroupTables((TableGroup(64, "full", 0),))
     assert tables.wanted([[7, 8, 9]], 70, 130) == (Blocks(0, 1, (8, 9)),)
     assert tables.offered([[7, 8, 9]], [1], 128, None) == (Blocks(0, 1, (8,)),)
     assert tables.offered([[7, 8, 9]], [2], 128, None) == ()

@@ -18,7 +18,7 @@ from kvbridge_proto.pool import Pool
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, TableGroup
 from kvbridge.adapters.vllm.layers import kind_of, window_of
 from kvbridge.adapters.vllm.prompt_trim import can_be_short
 from kvbridge.errors import EngineError
@@ -47,8 +47,8 @@ ODD = [
 ODD_WINDOWS = pytest.mark.parametrize("window", ODD, ids=["sliding", "chunked", "drafts", "sliding 21", "chunked 24"])
 
 
-def kept(window: Any) -> Kept:
-    return Kept(BLOCK, kind_of(window), window_of(window))
+def kept(window: Any) -> TableGroup:
+    return TableGroup(BLOCK, kind_of(window), window_of(window))
 
 
 def pool_of(window: Any, blocks: int) -> Pool:
@@ -92,7 +92,7 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
 def test_agents_refuse_the_blocks_of_a_table_that_lacks_entries(window: Any) -> None:
     """A piece of a table is no longer than the table: what is not there is neither read nor written."""
     engine: Any = SimpleNamespace(pool=pool_of(window, 100), token_shard=ALL)
-    groups = GroupTables((Kept(BLOCK, "full", 0), kept(window)))
+    groups = GroupTables((TableGroup(BLOCK, "full", 0), kept(window)))
     for tokens in range(1, 5 * BLOCK):
         whole = list(range(1, -(-tokens // BLOCK) + 1))
         for full in range(len(whole) + 1):

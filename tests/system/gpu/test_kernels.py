@@ -50,6 +50,7 @@ PAIRS = [
     *((old, new) for old in ("fp8_e4m3", "fp8_e5m2") for new in ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")),
     *(("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "bf16"), ("int8", "bf16"), ("int8", "fp8_e4m3")),
 ]
+assert {old for old, _ in PAIRS} == {new for _, new in PAIRS} == DTYPES.keys()
 # A power of two, some that are not, one that overflows 8 bits, one that leaves nothing, one too small to divide fast.
 SCALES = (1.0, 0.5, 0.0371, 1e-4, 37.0, 1.7e9)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Done, Held
+from kvbridge_proto.engine import Done, Held, KeptBy
+from kvbridge_proto.peer import Keeps
 from msgspec.structs import replace
 
+from kvbridge.agent.kept import KeptAnswers
 from kvbridge.agent.status import held, offers
 from kvbridge.exchange.sender import FRESH_S
 from kvbridge.loopback.messages import number_of
@@ -15,6 +19,16 @@ from tests.unit.exchange.network import offer_of
 from tests.unit.exchange.world import World
 
 HOLD_S = 100.0
+
+
+@pytest.mark.parametrize("address", ["", "P0", "tcp://0.0.0.0:7700", "tcp://[::1", "tcp://h:0#key"])
+def test_what_is_kept_where_nobody_can_dial_is_not_passed_on(address: str) -> None:
+    told: list[KeptBy] = []
+    answers = KeptAnswers(lambda kept: None, told.append)
+    for each in (address, "tcp://h:7700#key"):
+        session: Any = SimpleNamespace(peer=SimpleNamespace(incarnation="a", address=each))
+        answers.heard(session, Keeps(rendezvous="kept", prefixes=(b"a" * 20,)))
+    assert [each.sender for each in told] == ["tcp://h:7700#key"]
 
 
 def keep(world: World, name: str = "kept", prefixes: str = "ab", most: int = 1000, hold_s: float = HOLD_S) -> None:

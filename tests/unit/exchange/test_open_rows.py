@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.block_tables import GroupTables, TableGroup
 from kvbridge.cache_kinds import OPEN_4
 
-OPEN = {4: Kept(4, "sliding", OPEN_4, span=8), 128: Kept(8, "chunked", 128, span=128)}
+OPEN = {4: TableGroup(4, "sliding", OPEN_4, span=8), 128: TableGroup(8, "chunked", 128, span=128)}
 
 
 def read(ratio: int, end: int) -> int:
@@ -27,7 +27,7 @@ def held(ratio: int, end: int) -> int:
 
 @pytest.mark.parametrize("ratio", OPEN)
 def test_what_is_read_again_travels_and_is_still_there_after_the_whole_prompt(ratio: int) -> None:
-    tables = GroupTables((Kept(256, "full", 0), OPEN[ratio]))
+    tables = GroupTables((TableGroup(256, "full", 0), OPEN[ratio]))
     for tokens in range(1, 3 * 512):
         assert OPEN[ratio].first(tokens) <= read(ratio, tokens), "nothing that is read is left out"
         assert held(ratio, tokens) <= OPEN[ratio].first(tokens - 1), "vLLM has given up what is offered"

@@ -77,7 +77,7 @@ def test_a_chunk_needs_the_tokens_up_to_its_own_last() -> None:
         own = tokens_of(sender.pool, range(1000))
         for index in range(planned.chunks):
             chunk = planned.chunk(index)
-            assert chunk.needs_tokens == own[chunk.end_local - 1] + 1 and not chunk.is_late
+            assert chunk.needs_tokens == own[chunk.end_local - 1] + 1 and not chunk.comes_last
 
 
 def test_each_row_of_each_token_is_taken_once() -> None:

@@ -10,14 +10,16 @@ from kvbridge_proto.pool import Plane, Pool, Step
 from kvbridge.errors import PeerError
 from kvbridge.geometry.check import extent
 from kvbridge.geometry.coalesce import coalesce
-from kvbridge.geometry.latent_parts import is_cuttable, latent_parts
+from kvbridge.geometry.latent_parts import LATENT_FP8, is_cuttable, latent_parts
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.plane_pair import pair_planes
+from kvbridge.geometry.wire import PLAIN
 from testing.oracle import at
 from testing.pools import describe, mla
 
 ALL = (Take(0, 2, 0, 1),)
 ROWS = {"bf16": 1152, "fp16": 1152, "fp32": 2304, "fp8_e4m3": 576, "fp8_e5m2": 576, "int8": 576, "fp8_ds_mla": 656}
+assert {*ROWS} == {*PLAIN, LATENT_FP8}
 
 
 def latent_pool(name: str, scales: tuple[float, ...] = (), block_tokens: int = 16) -> Pool:

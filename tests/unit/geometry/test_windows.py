@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.pool import Group, Region, Shard, Step
+from kvbridge_proto.pool import Group, GroupKind, Region, Shard, Step
 
+from kvbridge.cache_kinds import CACHE_KINDS, needed, start_of
 from kvbridge.device.copier import CpuBlockCopier
-from kvbridge.geometry.group_plan import kept, needed
 from kvbridge.geometry.plan import ALIGN, Part, Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import BlockTable
@@ -40,6 +40,10 @@ HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
 NEVER: dict[str, Any] = {"never_cached": True}
 OF_FOUR = Shape(layers=3, kinds=("full", "sliding"), window=20, more=(More("of_4", row_tokens=4, layers=(0, 2)),))
+
+
+def test_every_kind_on_the_wire_has_its_row() -> None:
+    assert tuple(CACHE_KINDS) == get_args(GroupKind)
 
 
 @pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
@@ -223,7 +227,7 @@ def test_late_group_plans_come_last_and_need_all_tokens() -> None:
     planned = plan_between(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
     assert [group_plan.kind for group_plan in planned.group_plans] == ["full", "sliding", "state"]
-    assert [chunk.is_late for chunk in chunks] == [index >= planned.early_chunks for index in range(planned.chunks)]
+    assert [chunk.comes_last for chunk in chunks] == [index >= planned.early_chunks for index in range(planned.chunks)]
     assert 1 < planned.early_chunks < planned.chunks
     assert {chunk.needs_tokens for chunk in chunks[planned.early_chunks :]} == {80}
     assert chunks[0].needs_tokens < 80
@@ -267,7 +271,7 @@ def test_what_is_kept_is_what_the_oracle_says(kind: str) -> None:
     for window, end in itertools.product((1, 7, 16, 100), range(60)):
         for size, begins_inside in itertools.product((1, 2), (False, True)):
             group = Group(kind=kind, block_tokens=16, blocks=10, window=window, begins_inside=begins_inside)
-            assert kept(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
+            assert start_of(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("sliding", 20), ("chunked", 4)])
@@ -275,13 +279,13 @@ def test_what_no_prefix_cache_has_is_received_whole_whatever_is_local(kind: str,
     group = Group(kind=kind, block_tokens=8, blocks=10, window=window, never_cached=True)
     cached = msgspec.structs.replace(group, never_cached=False, begins_inside=True)
     for first, end in itertools.combinations(range(60), 2):
-        assert needed(group, first, end, Shard()) == kept(group, end, Shard())
-        assert needed(cached, first, end, Shard()) == max(first, kept(group, end, Shard()))
+        assert needed(group, first, end, Shard()) == start_of(group, end, Shard())
+        assert needed(cached, first, end, Shard()) == max(first, start_of(group, end, Shard()))
     pool = describe(replace(HYBRID, kinds=("full", kind), window=window))
     pool = msgspec.structs.replace(pool, groups=(pool.groups[0], msgspec.structs.replace(pool.groups[1], **NEVER)))
     (takes,) = assign([pool], pool)
     spans = [(each.first, each.end) for each in plan(pool, pool, takes, 77, 79, 1 << 12).group_plans]
-    assert spans == [(77, 79), (kept(pool.groups[1], 79, Shard()), 79)]
+    assert spans == [(77, 79), (start_of(pool.groups[1], 79, Shard()), 79)]
 
 
 def _rows_of(ring: int, tokens: range) -> dict[int, int]:
@@ -298,7 +302,7 @@ def test_a_ring_is_carried_by_position_to_a_ring_of_any_other_length(made_of: in
     for ours, theirs in itertools.product([made_of * n for n in (1, 2, 4)], repeat=2):
         groups = [Group(kind="chunked", block_tokens=n, blocks=9, window=made_of, **NEVER) for n in (ours, theirs)]
         for end in range(1, 3 * max(ours, theirs) + 2):
-            first = kept(groups[1], end, Shard())
+            first = start_of(groups[1], end, Shard())
             assert range(first, end) == range(end // made_of * made_of, end)
             places = [
                 BlockTable.of(group, Blocks(0, first // group.block_tokens, (5,))).places(first, end).tolist()
@@ -317,4 +321,4 @@ def test_a_state_is_in_the_entry_of_its_last_token() -> None:
     for end in (1, 16, 17, 80):
         table = tables_of(pool, 80)
         assert block_table(pool, table, 0, end)[1].last(end).tolist() == rows_at(pool, 1, table, range(end))[1].tolist()
-        assert kept(pool.groups[1], end, pool.shard) // 16 == (end - 1) // 16
+        assert start_of(pool.groups[1], end, pool.shard) // 16 == (end - 1) // 16

@@ -73,6 +73,7 @@ CASTS = [
     ("fp16", "int8"),
     ("fp8_e5m2", "fp8_e4m3"),
 ]
+assert {name for pair in CASTS for name in pair} == DTYPES.keys()
 
 
 SCALES = [None, (1, 1), (2, 1), (1, 3)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, LARGEST, Number, cast
 
+from kvbridge.geometry.wire import PLAIN
 from tests.unit.kernels import slow_codecs as slow
 
 SMALL = [name for name in DTYPES if name != "fp32"]
@@ -57,6 +58,12 @@ def run(patterns: np.ndarray, old: Number, new: Number, planes: int = 1, heads: 
 
 def number(name: str, scale: float | None) -> Number:
     return Number(name, None if scale is None else torch.tensor([[scale]], dtype=torch.float32))
+
+
+def test_every_plain_codec_is_compared() -> None:
+    assert DTYPES.keys() == LARGEST.keys() == {*slow.FORMATS, "fp32", "int8"}
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == PLAIN
+    assert {old for old, _, _ in CORNERS} == BOUNDS.keys() == {name for name in PLAIN if PLAIN[name] == 1}
 
 
 @pytest.mark.parametrize("old", [*SMALL, "fp32"])

@@ -351,7 +351,7 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
 # States:
 
 
-@around(sender, "check_late")
+@around(sender, "check_last")
 def _of_other_tokens(right: Any, plan: Any, tables: Any, tokens: int) -> None:
     right(plan, tables, plan.end_token)
 
