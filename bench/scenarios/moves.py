@@ -58,7 +58,7 @@ def measure(bench: Bench, *, streams: int = 160, at_once: int = 32, moves: int =
         before = tokens(served)
         drains_s = load(served, clients, at_once, moves)
         carried = {name: after - before[name] for name, after in tokens(served).items()}
-        outcomes = {outcome: int(served.moves(outcome)) for outcome in ("moved", "returned", "resumed")}
+        outcomes = {outcome: int(served.proxy.moves(outcome)) for outcome in ("moved", "returned", "resumed")}
     wrong = [why for client, each in chosen if (why := difference(client, each))]
     found_gaps, counted = gaps(clients), of_moves(carried, clients)
     for line in (*found_gaps, counted):

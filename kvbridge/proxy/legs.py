@@ -29,8 +29,10 @@ from .bodies import (
 )
 from .generate import completions
 
+SAYS_TOKENS = "kvbridge_says_tokens"  # in `custom_params`: has our SGLang adapter tell what SGLang does not
 FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` that tells SGLang that another engine has prefilled
 TOKEN = "token_id:"  # how vLLM names a token if asked for ids (`return_tokens_as_token_ids`)
+OF_CHATS = ("messages", "input_ids", "chat_template_kwargs", "tool_choice", "include_reasoning")
 # vLLM does not know these. They affect the first token, which vLLM samples when SGLang decodes.
 SGLANG_ONLY = ("regex", "ebnf", "json_schema", "stop_regex", "custom_logit_processor")
 SHORTEST: dict[str, Body] = {RESPONSES: {"max_output_tokens": 1, "store": False}, MESSAGES: {"max_tokens": 1}}
@@ -81,8 +83,12 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     told = {"kv_transfer_params": params | ({"fetched_by": "sglang"} if decode is Kind.SGLANG else {})}
     if ask.path in OF_VLLM:
         return Leg(ask.path, _plain(ask) | {"stream": False} | SHORTEST[ask.path] | told)
+    path = _vllm_path(ask)
     if ask.path == GENERATE:
         body = completions(ask, with_logprobs=decode is Kind.SGLANG)
+    elif path != ask.path:
+        body = {name: value for name, value in _plain(ask).items() if name not in OF_CHATS}
+        body["prompt"] = ask.body["input_ids"]
     else:
         body = _plain(ask)
     asked = body.get("logprobs")  # 0 asks for the sampled token's only
@@ -101,13 +107,13 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     least = body.pop("min_tokens", None)
     body = {name: value for name, value in body.items() if name not in left_out}
     body |= {"max_tokens": 1, "stream": False, "n": 1, "return_token_ids": True}
-    if ask.path == CHAT:
+    if path == CHAT:
         body["max_completion_tokens"] = 1
     if type(least) is int and least > 0:
         body["min_tokens"] = 1  # else the first token might end the answer
     if wants_logprobs:
         body["return_tokens_as_token_ids"] = True
-    return Leg(_vllm_path(ask), body | told)
+    return Leg(path, body | told)
 
 
 def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
@@ -166,7 +172,8 @@ def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> L
 
 
 def _vllm_path(ask: PromptAsk) -> str:
-    return COMPLETIONS if ask.path == GENERATE else ask.path
+    """A chat that goes on is one of SGLang's, with its prompt as token ids, which vLLM's chats do not take."""
+    return COMPLETIONS if ask.path == GENERATE or (ask.path == CHAT and ask.answered) else ask.path
 
 
 def _vllm_decode(ask: PromptAsk) -> Body:
@@ -174,7 +181,9 @@ def _vllm_decode(ask: PromptAsk) -> Body:
 
 
 def _sglang_decode(ask: PromptAsk) -> Body:
-    return _plain(ask) if ask.path == CHAT else _plain(ask) | _ids(ask)  # it refuses a streamed chat with ids
+    if not ask.wants_ids or ask.path == COMPLETIONS:
+        return _plain(ask) | _ids(ask)
+    return _with_custom(ask.path, _plain(ask), lambda custom: custom | {SAYS_TOKENS: True})
 
 
 def _ids(ask: PromptAsk) -> Body:

@@ -1,22 +1,23 @@
 """A streamed answer that goes on at another engine: whether it can, where it may be cut, what is asked there. Pure.
 
-Engines tell the tokens of each event (`return_token_ids`), but not which of them have their text in it: vLLM holds back
-the text of an incomplete character, and with `stop` the last characters; SGLang the whole event where a stop string may
-have begun, and of what ends within a character it gives the text up to the last space, or to a Chinese character. An
-answer is cut only where the text that the client has ends with a token. Tokens after that are dropped, and computed
-again.
+Engines tell the tokens of each event (`return_token_ids`; of SGLang's chats our adapter does), but not which of them
+have their text in it: vLLM holds back the text of an incomplete character, and with `stop` the last characters; SGLang
+the whole event where a stop string may have begun, and of what ends within a character it gives the text up to the last
+space, or to a Chinese character. An answer is cut only where the text that the client has ends with a token. Tokens
+after that are dropped, and computed again.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ..errors import EngineError
-from .bodies import CHAT, COMPLETIONS, Body, PromptAsk, encode, is_set, parse
+from .bodies import CHAT, COMPLETIONS, GENERATE, Body, PromptAsk, encode, is_set, parse
 from .events import DONE, StreamEvent
 from .legs import Kind
 
@@ -36,7 +37,19 @@ NEUTRAL: Body = {
     **{"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "length_penalty": 1, "tool_choice": "none"},
     **{"spaces_between_special_tokens": True, "include_reasoning": True},
 }
-USUAL_TOKENS = 16  # of a completion that names no max_tokens
+# The same for /generate, and for what is in its `sampling_params`.
+GENERATE_GOES_ALONG = ("lora_path", "cache_salt", "extra_key", "priority", "log_metrics", "no_logs")
+GENERATE_USED_UP = (
+    *("text", "input_ids", "sampling_params", "stream", "rid", "top_logprobs_num", "logprob_start_len"),
+    "return_text_in_logprobs",
+)
+PARAMS_GO_ALONG = (
+    *("temperature", "top_p", "top_k", "min_p", "logit_bias", "stop", "stop_token_ids", "ignore_eos"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
+)
+PARAMS_USED_UP = ("max_new_tokens", "min_new_tokens")
+PARAMS_NEUTRAL: Body = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+USUAL_TOKENS = {COMPLETIONS: 16, GENERATE: 128}  # of an answer for which no limit is named
 PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")  # of a chat's delta
 
 Fields = dict[str, msgspec.Raw]
@@ -56,16 +69,26 @@ def why_stays(ask: PromptAsk) -> str:
     """What has an answer finished by the engine that began it; "" if another one can go on."""
     if not ask.is_stream:
         return "not streamed"
-    if ask.path not in (COMPLETIONS, CHAT):
+    if ask.path not in (COMPLETIONS, CHAT, GENERATE):
         return ask.path
-    for name, value in ask.body.items():
-        if name in NEUTRAL:
-            is_same = value is None or (not isinstance(value, msgspec.Raw) and value == NEUTRAL[name])
+    if ask.path == GENERATE:
+        params = _odd(ask.body["sampling_params"], (*PARAMS_GO_ALONG, *PARAMS_USED_UP), PARAMS_NEUTRAL)
+        return params or _odd(ask.body, (*GENERATE_GOES_ALONG, *GENERATE_USED_UP), {})
+    if odd := _odd(ask.body, (*GOES_ALONG, *USED_UP), NEUTRAL):
+        return odd
+    return "media" if ask.path == CHAT and _has_media(ask.body["messages"]) else ""
+
+
+def _odd(fields: Body, known: Collection[str], neutral: Body) -> str:
+    """The first field that is set, is not among the `known`, and is not neutral; "" if there is none."""
+    for name, value in fields.items():
+        if name in neutral:
+            is_same = value is None or (not isinstance(value, msgspec.Raw) and value == neutral[name])
         else:
-            is_same = name in GOES_ALONG or name in USED_UP or not is_set(value)
+            is_same = name in known or not is_set(value)
         if not is_same:
             return name
-    return "media" if ask.path == CHAT and _has_media(ask.body["messages"]) else ""
+    return ""
 
 
 def _has_media(messages: msgspec.Raw) -> bool:
@@ -97,13 +120,15 @@ class MovableAnswer:
         self._tokens = array("q")
         self._given = 0  # characters that the client has
         self._ends: list[tuple[int, int]] = []  # tokens and characters up to the end of a token that is not given yet
-        self._stops = _stops(ask.body)
+        self._params: Body = ask.body["sampling_params"] if ask.path == GENERATE else ask.body
+        self._stops = _stops(self._params)
         self._longest = max(map(len, self._stops), default=1) - 1  # that may have begun, in characters
         self._last = ""  # so many, which the client has
         self._moved = 0  # tokens of the engines before
         self._is_over = self._is_moved = False
         self._shape: Fields = {}  # of an event of the first engine
-        self._wants_tokens = ask.body.get("return_token_ids") is True
+        self._wants_tokens = ask.path == GENERATE or ask.body.get("return_token_ids") is True
+        self._generated = Generated()
 
     def first(self) -> PromptAsk:
         """What the first engine is asked."""
@@ -112,12 +137,12 @@ class MovableAnswer:
     def begun_at(self, kind: Kind) -> None:
         """A decode engine of this kind answers: others of its kind may go on."""
         self._kind = kind
-        if self.stays or kind is not Kind.SGLANG:
+        if self.stays:
             return
-        if self._ask.body.get("repetition_penalty") not in (None, 1):
+        if kind is Kind.VLLM and self._ask.path == GENERATE:
+            self.stays = GENERATE
+        elif kind is Kind.SGLANG and self._ask.body.get("repetition_penalty") not in (None, 1):
             self.stays = "repetition_penalty"  # it counts no token of the prompt, so none of the answer before
-        elif self._ask.path == CHAT:
-            self.stays = CHAT
 
     @property
     def can_be_cut(self) -> bool:
@@ -129,20 +154,32 @@ class MovableAnswer:
         """What another engine is asked, to go on from here. `is_kept`: the engine before keeps the KV."""
         count = self._cut()
         assert count
-        prompt = self.prompt[:-1] + b"," + ",".join(map(str, self._tokens[:count])).encode() + b"]"
-        body = {name: value for name, value in self._ask.body.items() if name in GOES_ALONG and value is not None}
-        left = self._left(count)
-        body |= {"prompt": msgspec.Raw(prompt), "max_tokens": left, "stream": True}
-        if type(least := self._ask.body.get("min_tokens")) is int and least > count:
-            body["min_tokens"] = least - count
+        left, params, body = self._left(count), self._params, self._ask.body
+        is_chat, is_generate = self._ask.path == CHAT, self._ask.path == GENERATE
+        most, least = ("max_new_tokens", "min_new_tokens") if is_generate else ("max_tokens", "min_tokens")
+        limits: Body = {most: left}
+        if type(number := params.get(least)) is int and number > count:
+            limits[least] = number - count
+        answered = ",".join(map(str, self._tokens[:count])).encode()
+        prompt = msgspec.Raw(self.prompt[:-1] + b"," + answered + b"]")
+        path = self._ask.path
+        if is_generate:
+            limits = {"sampling_params": _named(params, PARAMS_GO_ALONG) | limits}
+            body = _named(body, GENERATE_GOES_ALONG) | {"input_ids": prompt}
+        elif is_chat and self._kind is Kind.SGLANG:  # its completions have other defaults
+            body = _named(body, (*GOES_ALONG, *NEUTRAL, "messages", "chat_template_kwargs")) | {"input_ids": prompt}
+        else:
+            path, body = COMPLETIONS, _named(body, GOES_ALONG) | {"prompt": prompt}
+        body |= limits | {"stream": True}
         limited = {"is_kept": is_kept, "has_limit": left is not None}
-        return PromptAsk(COMPLETIONS, body, wants_ids=True, answered=count, kind=self._kind, **limited)
+        return PromptAsk(path, body, wants_ids=True, answered=count, kind=self._kind, **limited)
 
     def goes_on(self, rest: PromptAsk) -> None:
         """All events from now on are an answer to `rest`."""
         del self._tokens[rest.answered :]
         self._ends.clear()
         self._moved, self._is_moved = rest.answered, True
+        self._generated.goes_on()
 
     def _cut(self) -> int:
         """How many tokens the client has the text of. 0 if that ends within one, or nobody knows.
@@ -151,26 +188,27 @@ class MovableAnswer:
         """
         if any(self._last.endswith(stop[:most]) for stop in self._stops for most in range(1, len(stop))):
             return 0
+        if self._ask.path == GENERATE and self._generated.repeats is None:
+            return 0
         count = next((tokens for tokens, end in self._ends if end == self._given), 0)
         return 0 if self._wants_tokens and count < len(self._tokens) else count  # the client has the ids of the others
 
     def _left(self, count: int) -> int | None:
         """How many more tokens there may be; None: as many as the engine takes."""
-        body = self._ask.body
-        most = body.get("max_tokens")
-        if self._ask.path == CHAT:
-            most = most if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
-        elif "max_tokens" not in body:
-            most = USUAL_TOKENS
+        name, path = "max_new_tokens" if self._ask.path == GENERATE else "max_tokens", self._ask.path
+        most = self._params.get(name, USUAL_TOKENS.get(path))
+        if path == CHAT and self._params.get("max_completion_tokens") is not None:
+            most = self._params["max_completion_tokens"]
         return most - count if type(most) is int else None
 
     def event(self, event: StreamEvent) -> StreamEvent:
         """The client's event. Raises EngineError."""
-        if event.data == DONE:
+        is_generate = self._ask.path == GENERATE
+        if event.data == DONE or (is_generate and self.stays and self._shape and not self._is_moved):
             return event
         try:
-            read, fields = parse(event.data, _Chunk), parse(event.data, Fields)
-            own = self._own(read, fields)
+            fields = parse(event.data, Fields)
+            own = self._own_of_generate(fields) if is_generate else self._own(event.data, fields)
         except (ValueError, TypeError, KeyError):
             if self._is_moved:
                 raise EngineError("bad_answer", "an event that cannot be read") from None
@@ -178,7 +216,33 @@ class MovableAnswer:
             return event
         return StreamEvent(encode(own), event.name)
 
-    def _own(self, read: _Chunk, fields: Fields) -> Fields:
+    def _own_of_generate(self, fields: Fields) -> Fields:
+        if "text" not in fields and not self._is_moved:  # of a server without tokenizer
+            self.stays = self.stays or "no text"
+            return _without(fields, "prompt_token_ids")
+        generated, meta = self._generated, parse(fields["meta_info"], Fields)
+        tokens, text = generated.new(fields, meta)
+        self.prompt = self.prompt or _ids(fields.get("prompt_token_ids", NULL))
+        self._is_over = self._is_over or parse(meta.get("finish_reason", NULL)) is not None
+        self._note(tokens, text)
+        own = _without(fields, "prompt_token_ids")
+        if not self._is_moved:
+            self._shape = self._shape or {"id": msgspec.Raw(bytes(meta["id"]))}
+            return own
+        all_tokens, prompt = list(self._tokens), self.prompt.count(b",") + 1
+        whole: Body = {"prompt_tokens": prompt, "completion_tokens": len(all_tokens)}
+        if isinstance(reason := parse(meta.get("finish_reason", NULL)), dict) and type(reason.get("length")) is int:
+            whole["finish_reason"] = reason | {"length": self._moved + reason["length"]}
+        if cached := parse(meta.get("cached_tokens", NULL)):
+            whole["cached_tokens"] = min(prompt, int(cached))
+        said: Body = {"text": text, "output_ids": tokens}
+        if generated.repeats:
+            said = {"text": generated.text, "output_ids": all_tokens}
+        said["meta_info"] = meta | _raw(whole) | self._shape
+        return own | _raw(said)
+
+    def _own(self, data: bytes, fields: Fields) -> Fields:
+        read = parse(data, _Chunk)
         if not self._shape:
             self._shape = {name: msgspec.Raw(bytes(v)) for name, v in fields.items() if name not in OF_ONE_EVENT}
         own = (
@@ -191,21 +255,21 @@ class MovableAnswer:
         if not read.choices:
             return own
         (choice,) = read.choices
-        self._note(read, choice)
+        self._note_choice(read, choice)
         return own | {"choices": msgspec.Raw(b"[" + encode(self._choice(choice)) + b"]")}
 
-    def _note(self, read: _Chunk, choice: Fields) -> None:
-        """Note the tokens and the text of an event."""
-        if not self.prompt:
-            self.prompt = bytes(choice.get("prompt_token_ids", NULL)).strip()
-            self.prompt = bytes(read.prompt_token_ids).strip() if self.prompt == b"null" else self.prompt
-            self.prompt = b"" if self.prompt in (b"null", b"[]") else self.prompt
+    def _note_choice(self, read: _Chunk, choice: Fields) -> None:
+        self.prompt = self.prompt or _ids(choice.get("prompt_token_ids", NULL)) or _ids(read.prompt_token_ids)
         delta = parse(choice.get("delta", b"{}"), Fields)
         if any(is_set(parse(delta[name])) for name in PARSED if name in delta):
             self.stays = self.stays or "parsed"
         text = parse(delta.get("content", b"null") if "delta" in choice else choice["text"], str | None) or ""
         tokens = parse(choice.get("token_ids", b"null"), list[int] | None) or []
         self._is_over = self._is_over or parse(choice.get("finish_reason", b"null")) is not None
+        self._note(tokens, text)
+
+    def _note(self, tokens: Sequence[int], text: str) -> None:
+        """Note what is new in an event."""
         if text and not (tokens and self.prompt):
             self.stays = self.stays or "no token_ids"
         self._tokens.extend(tokens)
@@ -220,12 +284,16 @@ class MovableAnswer:
 
     def _choice(self, choice: Fields) -> Fields:
         own = dict(choice)
-        if not self._is_moved:
-            hidden = () if self._wants_tokens else ("token_ids", "prompt_token_ids")
+        hidden = () if self._wants_tokens else ("token_ids", "prompt_token_ids")
+        if not self._is_moved and self._kind is Kind.VLLM:
             return own | {name: NULL for name in hidden if name in own}
+        own = {name: value for name, value in own.items() if name not in hidden}
+        if not self._is_moved:
+            return own
         own = _without(own, "prompt_token_ids")
-        own = own if self._wants_tokens else _without(own, "token_ids")
-        if self._ask.path != CHAT:
+        if "delta" in own:  # the client has had `role`
+            own["delta"] = msgspec.Raw(encode(_without(parse(own["delta"], Fields), "role")))
+        if self._ask.path != CHAT or "delta" in own:
             return own
         text = own.pop("text")
         return {"index": own["index"], "delta": msgspec.Raw(b'{"content":' + bytes(text) + b"}")} | own
@@ -237,6 +305,50 @@ class MovableAnswer:
         if isinstance(details := usage.get("prompt_tokens_details"), dict) and details.get("cached_tokens"):
             own["prompt_tokens_details"] = details | {"cached_tokens": min(prompt, int(details["cached_tokens"]))}
         return own
+
+
+class Generated:
+    """What /generate says, event by event: all of the answer so far, or what is new, by a setting of the server.
+
+    The client goes on getting what the first server gave: `repeats`, unknown until that has sent two events.
+    """
+
+    def __init__(self) -> None:
+        self.repeats: bool | None = None
+        self.text = ""  # of the whole answer, unless each event has only what is new
+        self._count = self._length = 0  # tokens and characters of this server's
+
+    def goes_on(self) -> None:
+        self._count = self._length = 0
+
+    def new(self, fields: Fields, meta: Fields) -> tuple[list[int], str]:
+        """The tokens and the text of an event that are not in those before. Raises ValueError."""
+        ids, text = parse(fields["output_ids"], list[int]), parse(fields["text"], str)
+        count = parse(meta["completion_tokens"], int)
+        new, has_all = count - self._count, len(ids) == count
+        if len(ids) not in (count, new):
+            raise ValueError("other tokens than were counted")
+        if self._count and self.repeats is None:
+            self.repeats = has_all
+        text = text[self._length :] if has_all else text
+        self._count, self._length = count, self._length + len(text)
+        if self.repeats is not False:
+            self.text += text
+        return ids[len(ids) - new :], text
+
+
+def _raw(fields: Body) -> Fields:
+    return {name: msgspec.Raw(encode(value)) for name, value in fields.items()}
+
+
+def _named(fields: Body, names: Collection[str]) -> Body:
+    return {name: value for name, value in fields.items() if name in names and value is not None}
+
+
+def _ids(raw: msgspec.Raw) -> bytes:
+    """A list of token ids; empty if there is none."""
+    ids = bytes(raw).strip()
+    return b"" if ids in (b"null", b"[]") else ids
 
 
 def _is_chinese(code: int) -> bool:

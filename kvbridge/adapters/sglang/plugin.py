@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import held_pages, kept_fetches, release, weights
+from . import held_pages, kept_fetches, release, stream_tokens, weights
 from .building import NAME, building, resolving
 from .samples import SampleRooms
 
@@ -51,6 +51,7 @@ def register() -> None:
         **held_pages.hooks(),
         **release.hooks(),
         **kept_fetches.hooks(),
+        **stream_tokens.hooks(),
         **weights.hooks(),
     }
     for target, hook in hooks.items():

@@ -89,9 +89,17 @@ READ = {
         "output_ids cached_tokens output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
         "output_top_logprobs_idx bootstrap_room"
     ),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager": "rid_to_state",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager": "rid_to_state preferred_sampling_params",
     "sglang.srt.managers.tokenizer_manager.ReqState": "obj",
-    "sglang.srt.managers.io_struct.GenerateReqInput": "parallel_sample_num batch_size __getitem__",
+    "sglang.srt.managers.io_struct.GenerateReqInput": (
+        "parallel_sample_num batch_size __getitem__ sampling_params stream return_prompt_token_ids"
+    ),
+    "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat": (
+        "tokenizer_manager template_manager reasoning_parser _tool_call_parsing_active _encoding_output "
+        "_requires_response_template_detokenization"
+    ),
+    "sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest": "separate_reasoning input_ids",
+    "sglang.srt.parser.template_manager.TemplateManager": "chat_template_name",
     "sglang.srt.managers.io_struct.TokenizedGenerateReqInput": "rid bootstrap_room",
     "sglang.srt.sampling.sampling_params.SamplingParams": "custom_params",
     "sglang.srt.configs.model_config.ModelConfig": "vocab_size is_hybrid_swa_compress attention_chunk_size",
@@ -214,7 +222,7 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     assert choices.count(building.NAME) == 1
     assert backends(building.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
     assert backends(building.NAME) in list(backends) and backends(building.NAME) != backends.NIXL
-    assert len(hooked) == 32
+    assert len(hooked) == 34
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]

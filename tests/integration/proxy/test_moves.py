@@ -22,7 +22,7 @@ from tests.integration.proxy.standins import WAITS, StandIn, World, named, world
 
 pytestmark = pytest.mark.timeout(180)
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 PROMPT = [500, 501, 502]
 # Tokens of bytes, as a model's: characters of two to four bytes in pieces, several in one token, and bytes that are
 # none. Token i of an answer is i, so that a token that is lost or repeated shows.
@@ -40,10 +40,11 @@ class Engine:
 
     def __init__(self, body: dict[str, Any], path: str, words: Sequence[bytes], begin: int = 0) -> None:
         self.path, self.words, self.begin = path, words, begin
+        body = body.get("sampling_params", body)
         stop = body.get("stop") or []
         self.stop = [stop] if isinstance(stop, str) else stop
         self.held = max(map(len, self.stop), default=1) - 1
-        most = body.get("max_tokens", 16)
+        most = body.get("max_new_tokens", 128) if path == GENERATE else body.get("max_tokens", 16)
         self.end = len(words) if most is None else min(len(words), begin + most)
 
     def told(self, text: str, rest: str) -> str | None:
@@ -72,8 +73,11 @@ class Engine:
             number += 1
             if told is None:
                 continue
-            yield self._event(told[given:], tokens, finish, is_first)
+            yield from self.said(told[given:], tokens, finish, is_first)
             given, tokens, is_first = max(given, len(told)), [], False
+
+    def said(self, text: str, tokens: list[int], finish: str | None, is_first: bool) -> Iterator[dict[str, Any]]:
+        yield self._event(text, tokens, finish, is_first)
 
     def _event(self, text: str, tokens: list[int], finish: str | None, is_first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0} | ({"delta": {"content": text}} if self.path == CHAT else {"text": text})
@@ -87,7 +91,47 @@ class Engine:
 
 
 class SGLangEngine(Engine):
-    """As SGLang does: no event where a stop string may have begun, and what is printable of a part of a character."""
+    """As SGLang does: no event where a stop string may have begun, and what is printable of a part of a character.
+
+    Of a chat each event with text but the last has the tokens since the one before. The first event has `role`.
+    `repeats`: events of /generate have all of the answer so far.
+    """
+
+    def __init__(self, *args: Any, repeats: bool = True) -> None:
+        super().__init__(*args)
+        self.repeats, self.unsaid, self.text, self.ids = repeats, list[int](), "", list[int]()
+
+    def said(self, text: str, tokens: list[int], finish: str | None, is_first: bool) -> Iterator[dict[str, Any]]:
+        if self.path == COMPLETIONS:
+            yield from super().said(text, tokens, finish, is_first)
+            return
+        self.unsaid += tokens
+        if self.path == GENERATE:
+            self.text, self.ids = (self.text + text, self.ids + tokens) if self.repeats else (text, tokens)
+            count = (self.unsaid[-1] if self.unsaid else self.begin - 1) + 1 - self.begin
+            meta = {"id": f"x{self.begin}", "prompt_tokens": len(PROMPT) + self.begin, "completion_tokens": count}
+            meta["finish_reason"] = {"type": finish} | ({"length": count} if finish == "length" else {})
+            meta |= {"cached_tokens": 2 * self.begin} | ({} if finish else {"finish_reason": None})
+            event = {"text": self.text, "output_ids": self.ids, "meta_info": meta}
+            yield event | ({"prompt_token_ids": [*PROMPT, *range(self.begin)]} if is_first else {})
+            return
+        if is_first:
+            yield self._chunk({"role": "assistant", "content": ""})
+            self.prompt = [*PROMPT, *range(self.begin)]
+        if text:
+            event = self._chunk({"content": text})
+            if not finish:
+                event["choices"][0] |= {"token_ids": self.unsaid, "prompt_token_ids": self.prompt}
+            self.unsaid, self.prompt = [], None
+            yield event
+        if finish:
+            yield self._chunk({}, finish)
+            total = {"prompt_tokens": len(PROMPT) + self.begin, "completion_tokens": self.end - self.begin}
+            yield self._chunk({}) | {"choices": [], "usage": total}
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": {"reasoning_content": None} | delta, "finish_reason": finish}
+        return {"id": f"x{self.begin}", "object": "o", "created": self.begin, "model": "m", "choices": [choice]}
 
     def told(self, text: str, rest: str) -> str | None:
         ends = ((text + rest).endswith(stop[:most]) for stop in self.stop for most in range(1, len(stop) + 1))
@@ -104,6 +148,8 @@ ENGINES: dict[Kind, type[Engine]] = {Kind.VLLM: Engine, Kind.SGLANG: SGLangEngin
 
 
 def ask(path: str, **more: Any) -> PromptAsk:
+    if path == GENERATE:
+        return read(path, json.dumps({"text": "hi", "stream": True} | more).encode()).asks[0]
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
     return read(path, json.dumps(prompt | {"model": "m", "stream": True} | more).encode()).asks[0]
 
@@ -112,18 +158,31 @@ def taken(answer: MovableAnswer, event: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(answer.event(StreamEvent(json.dumps(event).encode())).data))
 
 
+def without_prompt(event: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name != "prompt_token_ids"}
+
+
 def text_of(events: Sequence[dict[str, Any]]) -> str:
-    choices = [each["choices"][0] for each in events]
-    return "".join(each["delta"]["content"] if "delta" in each else each["text"] for each in choices)
+    if events and "meta_info" in events[0]:
+        texts = [each["text"] for each in events]
+        return texts[-1] if repeats(events) else "".join(texts)
+    choices = [choice for each in events for choice in each["choices"]]
+    return "".join(each["delta"].get("content") or "" if "delta" in each else each["text"] for each in choices)
+
+
+def repeats(events: Sequence[dict[str, Any]]) -> bool:
+    return all(len(each["output_ids"]) == each["meta_info"]["completion_tokens"] for each in events)
 
 
 def rest_of(answer: MovableAnswer) -> tuple[dict[str, Any], int]:
     rest = answer.rest()
     answer.goes_on(rest)
     body = json.loads(encode(rest.body))
-    count = len(body["prompt"]) - len(PROMPT)
-    assert (rest.path, rest.answered, rest.has_limit) == (COMPLETIONS, count, body["max_tokens"] is not None)
-    assert body["prompt"] == [*PROMPT, *range(count)]
+    prompt = body["prompt"] if rest.path == COMPLETIONS else body["input_ids"]
+    count = len(prompt) - len(PROMPT)
+    most = body["sampling_params"]["max_new_tokens"] if rest.path == GENERATE else body["max_tokens"]
+    assert (rest.answered, rest.has_limit) == (count, most is not None)
+    assert prompt == [*PROMPT, *range(count)]
     return body, count
 
 
@@ -131,20 +190,35 @@ STOPS: list[Any] = [[], ["."], ["END"], [" end.", "!"], "zä"]
 SIZES = [(1,), (1, 2), (3, 1, 1)]
 
 
-@pytest.mark.parametrize(("kind", "path"), [(Kind.VLLM, COMPLETIONS), (Kind.VLLM, CHAT), (Kind.SGLANG, COMPLETIONS)])
+STREAMS: list[tuple[Kind, str, list[bool]]] = [  # for /generate, which of three servers repeat
+    *((Kind.VLLM, path, []) for path in (COMPLETIONS, CHAT)),
+    *((Kind.SGLANG, path, []) for path in (COMPLETIONS, CHAT)),
+    *((Kind.SGLANG, GENERATE, each) for each in ([True] * 3, [False] * 3, [True, False, True], [False, True, False])),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "repeating"), STREAMS, ids=str)
 @pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(kind: Kind, path: str, stop: Any) -> None:
-    cuts, of_kind = 0, ENGINES[kind]
-    body = {"max_tokens": 100, "stop": stop}
+def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(
+    kind: Kind, path: str, repeating: list[bool], stop: Any
+) -> None:
+    cuts = 0
+    body: dict[str, Any] = {"max_new_tokens" if path == GENERATE else "max_tokens": 100, "stop": stop}
+    body = {"sampling_params": body} if path == GENERATE else body
+    on_path = COMPLETIONS if kind is Kind.VLLM else path
+
+    def engine(number: int, *args: Any) -> Engine:
+        return ENGINES[kind](*args, **({"repeats": repeating[number]} if path == GENERATE else {}))
+
     for first in range(0, len(WORDS), 2):  # the answer begins with other words
         words = WORDS[first:] + WORDS[:first]
-        whole = text_of(list(of_kind(body, path, words).events([1])))
+        whole = text_of(list(engine(0, body, path, words).events([1])))
         for sizes in SIZES:
             for at in range(1, len(words)):
                 answer, got = MovableAnswer(ask(path, **body)), []
                 answer.begun_at(kind)
-                engine, left = of_kind(body, path, words), at
-                for event in engine.events(sizes):
+                left = at
+                for event in engine(0, body, path, words).events(sizes):
                     got.append(taken(answer, event))
                     left -= 1
                     if left <= 0 and answer.can_be_cut:
@@ -152,25 +226,41 @@ def test_wherever_an_answer_is_cut_twice_no_text_is_lost_or_repeated(kind: Kind,
                 else:
                     assert text_of(got) == whole
                     continue
-                for number in range(2):
+                for number in (1, 2):
                     if not answer.can_be_cut:
                         break
                     asked, count = rest_of(answer)
                     assert said(words[:count]) == text_of(got), "a token is cut"
-                    assert asked["max_tokens"] == 100 - count and asked.get("stop", []) == stop
+                    limits = asked.get("sampling_params", asked)
+                    assert 100 - count in limits.values() and limits.get("stop", []) == stop
                     cuts += 1
-                    for event in of_kind(asked, COMPLETIONS, words, count).events(sizes):
+                    for event in engine(number, asked, on_path, words, count).events(sizes):
                         got.append(taken(answer, event))
-                        if number == 0 and answer.can_be_cut:
+                        if number == 1 and answer.can_be_cut:
                             break
                 assert text_of(got) == whole, (words, sizes, at)
-                assert {each["id"] for each in got} == {"x0"} and "token_ids" not in got[-1]["choices"][0]
-                assert ("delta" in got[-1]["choices"][0]) is (path == CHAT)
-                assert got[-1]["choices"][0]["finish_reason"] in ("stop", "length")
-                usage = got[-1]["usage"]
-                assert usage["prompt_tokens"] == len(PROMPT)
-                assert usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"]
+                (assert_generated if path == GENERATE else assert_chunks)(got, path)
     assert cuts > 50
+
+
+def assert_chunks(got: list[dict[str, Any]], path: str) -> None:
+    *_, last = (each for each in got if each["choices"])
+    assert {each["id"] for each in got} == {"x0"} and "token_ids" not in last["choices"][0]
+    assert ("delta" in last["choices"][0]) is (path == CHAT)
+    assert sum("role" in choice.get("delta", {}) for each in got for choice in each["choices"]) <= 1
+    assert last["choices"][0]["finish_reason"] in ("stop", "length")
+    usage = got[-1]["usage"]
+    assert usage["prompt_tokens"] == len(PROMPT)
+    assert usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"]
+
+
+def assert_generated(got: list[dict[str, Any]], _: str) -> None:
+    tokens = got[-1]["output_ids"] if repeats(got) else [token for each in got for token in each["output_ids"]]
+    meta = got[-1]["meta_info"]
+    assert {each["meta_info"]["id"] for each in got} == {"x0"} and not any("prompt_token_ids" in each for each in got)
+    assert tokens == list(range(len(tokens))) and meta["completion_tokens"] == len(tokens)
+    assert meta["prompt_tokens"] == len(PROMPT) >= meta["cached_tokens"]
+    assert meta["finish_reason"] in ({"type": "stop"}, {"type": "length", "length": len(tokens)})
 
 
 @pytest.mark.parametrize("stop", ["END", ["Ex!", "?"]], ids=str)
@@ -205,6 +295,17 @@ def test_no_answer_is_cut_where_a_stop_string_may_have_begun(stop: Any) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, ""),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "media"),
         (CHAT, {"messages": [7]}, "media"),
+        (GENERATE, {}, ""),
+        (GENERATE, {"sampling_params": {"stop": ["a"], "repetition_penalty": 1.0, "custom_params": {}}}, ""),
+        (GENERATE, {"rid": "a", "top_logprobs_num": 0, "logprob_start_len": -1, "lora_path": None}, ""),
+        (GENERATE, {"stream": False}, "not streamed"),
+        (GENERATE, {"return_logprob": True}, "return_logprob"),
+        (GENERATE, {"return_prompt_token_ids": True}, "return_prompt_token_ids"),
+        (GENERATE, {"image_data": ["a"]}, "image_data"),
+        (GENERATE, {"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+        (GENERATE, {"sampling_params": {"sampling_seed": 7}}, "sampling_seed"),
+        (GENERATE, {"sampling_params": {"stop_regex": "a"}}, "stop_regex"),
+        (GENERATE, {"sampling_params": {"custom_params": {"a": 1}}}, "custom_params"),
     ],
 )
 def test_what_could_differ_after_a_move_stays_and_says_why(path: str, more: dict[str, Any], reason: str) -> None:
@@ -224,6 +325,14 @@ def test_what_an_engine_says_may_keep_an_answer_where_it_is() -> None:
         shown = taken(answer, event)["choices"][0]
         assert shown.items() >= change.items() or path == COMPLETIONS
         assert answer.stays == reason and not answer.can_be_cut, path
+    for change, reason in (({"text": None}, "no text"), ({"output_ids": [1, 2]}, "unread"), ({}, "no token_ids")):
+        answer = MovableAnswer(ask(GENERATE))
+        answer.begun_at(Kind.SGLANG)
+        for event in SGLangEngine({}, GENERATE, WORDS).events([1]):
+            event = {name: value for name, value in (event | change).items() if value is not None}
+            told = event if change else {name: event[name] for name in ("text", "output_ids", "meta_info")}
+            assert taken(answer, told) in (told, without_prompt(told))
+        assert answer.stays == reason and not answer.can_be_cut
     answer = MovableAnswer(ask(COMPLETIONS, max_tokens=9))
     for data in (b"{}", b"[]", DONE, b'{"choices":[]}'):
         assert answer.event(StreamEvent(data)).data == data
@@ -275,6 +384,7 @@ class Counting:
         self.engine, self.allowed, self.changed = engine, 0, asyncio.Event()
         self.given = 0
         self.fails: Any = None  # instead of an answer
+        self.has_adapter = True  # one that says what SGLang does not
         self.says: Any = None  # instead of the first event that is not allowed
         engine.act = self.act
 
@@ -287,30 +397,44 @@ class Counting:
             return None
         if self.fails is not None:
             return await self.fails(request)
-        prompt = body.get("prompt")
+        prompt = body.get("prompt", body.get("input_ids"))
         begin = len(prompt) - len(PROMPT) if isinstance(prompt, list) else 0
         words = [f" {each}".encode() for each in range(200)]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if self.engine.kind == "sglang":
-            assert body["bootstrap_room"] and not (request.path == CHAT and body.get("return_token_ids"))
-        for number, event in enumerate(Engine(body, request.path, words, begin).events([1]), begin):
-            if not body.get("return_token_ids"):
-                del event["choices"][0]["token_ids"]
-            while number >= self.allowed and self.says is None:
+        kind = Kind(self.engine.kind)
+        if kind is Kind.SGLANG:
+            assert body["bootstrap_room"] and not (request.path != COMPLETIONS and "return_token_ids" in body)
+        number = begin
+        for event in ENGINES[kind](body, request.path, words, begin).events([1]):
+            self._untold(event, body)
+            is_token = bool(text_of([event])) or "meta_info" in event
+            while number >= self.allowed and self.says is None and (is_token or number == begin):
                 await self.changed.wait()
-            if number >= self.allowed:
+            number += is_token
+            if number > self.allowed:
                 event = self.says
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.given = number + 1
+            self.given = number
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def _untold(self, event: dict[str, Any], body: dict[str, Any]) -> None:
+        """Leave out the token ids that nobody asked for."""
+        custom = body.get("sampling_params", body).get("custom_params") or {}
+        if not (body.get("return_token_ids") or (custom.get("kvbridge_says_tokens") and self.has_adapter)):
+            for each in (event, *event.get("choices", ())):
+                for name in ("token_ids", "prompt_token_ids"):
+                    each.pop(name, None)
 
 
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "m", "prompt": PROMPT, "max_tokens": 40, "stream": True},
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True},
+}
+OF_SGLANG = BODIES | {
+    GENERATE: {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 40}, "stream": True},
 }
 WHOLE = "".join(f" {each}" for each in range(40))
 
@@ -332,7 +456,7 @@ def answer_of(events: list[str]) -> str:
 async def started(w: World, engine: Counting, path: str = COMPLETIONS, **more: Any) -> asyncio.Task[Any]:
     """A stream that has got 10 tokens of the first engine, and gets no more for now."""
     engine.allow(10)
-    task = asyncio.create_task(w.ask(path, BODIES[path] | more))
+    task = asyncio.create_task(w.ask(path, OF_SGLANG[path] | more))
     await w.until(lambda: bool(engine.engine.got))
     return task
 
@@ -372,27 +496,31 @@ async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
         assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
 
 
+@pytest.mark.parametrize("path", OF_SGLANG)
 @pytest.mark.parametrize("prefill", ["sglang", "vllm"])
-async def test_an_answer_of_sglang_goes_on_at_another_engine(prefill: str) -> None:
+async def test_an_answer_of_sglang_goes_on_at_another_engine(prefill: str, path: str) -> None:
     """The first one ends it only once the other has begun."""
     async with counting(kind="sglang", prefill=prefill) as (w, (first, second)):
-        task = await started(w, first)
+        task = await started(w, first, path)
         drain(w, first)
         await w.until(lambda: bool(second.engine.got))
         assert not first.engine.left
         second.allow(100)
         status, events = await task
-        assert status == 200 and answer_of(events) == WHOLE
+        assert status == 200 and answer_of(events) == WHOLE and "token_ids" not in "".join(events)
         await w.until(lambda: first.engine.left == 1)
-        path, body, _ = second.engine.got[0]
-        count = len(body["prompt"]) - len(PROMPT)
-        assert path == COMPLETIONS and body["max_tokens"] == 40 - count and body["return_token_ids"]
-        assert not any(
-            "token_ids" in (each := json.loads(data)["choices"][0]) and each["token_ids"] for data in events[:-1]
-        )
-        given = w.prefill.got[1][1]
-        assert given["prompt"] == body["prompt"] and "awaits_kept" not in given.get("kv_transfer_params", {})
-        assert prefill == "vllm" or not given.get("return_token_ids"), "nobody reads them"
+        asked_on, body, _ = second.engine.got[0]
+        limits, tokens = body.get("sampling_params", body), body["prompt" if path == COMPLETIONS else "input_ids"]
+        count = len(tokens) - len(PROMPT)
+        assert asked_on == path and 40 - count == limits["max_new_tokens" if path == GENERATE else "max_tokens"]
+        assert body["return_token_ids"] if path == COMPLETIONS else limits["custom_params"]["kvbridge_says_tokens"]
+        given_on, given, _ = w.prefill.got[1]
+        if prefill == "vllm":
+            assert given_on == COMPLETIONS and given["prompt"] == tokens and "messages" not in given
+            assert "awaits_kept" not in given["kv_transfer_params"]
+        else:
+            assert given_on == path and given["prompt" if path == COMPLETIONS else "input_ids"] == tokens
+            assert not given.get("return_token_ids"), "nobody reads them"
         metrics = await w.metrics()
         assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
         assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
@@ -455,10 +583,11 @@ async def test_while_no_engine_of_its_kind_is_healthy_an_answer_is_not_given_up(
         assert answer_of((await task)[1]) == WHOLE and "moves_total{" not in await w.metrics()
 
 
+@pytest.mark.parametrize("path", OF_SGLANG)
 @pytest.mark.parametrize("fails", ["the other engine", "prefill", "prefill's health"])
-async def test_if_no_other_engine_takes_it_sglang_goes_on_with_what_it_has(fails: str) -> None:
+async def test_if_no_other_engine_takes_it_sglang_goes_on_with_what_it_has(fails: str, path: str) -> None:
     async with counting(kind="sglang") as (w, (first, second)):
-        task = await started(w, first)
+        task = await started(w, first, path)
         if fails == "the other engine":
             second.fails = breaks
         elif fails == "prefill":
@@ -495,16 +624,64 @@ async def test_if_an_engine_of_sglang_fails_its_answers_go_on_at_another(fails: 
             assert f'moves_total{{engine="{named(first.engine)}",outcome="resumed"}} 1.0' in await w.metrics()
 
 
-@pytest.mark.parametrize("why", ["repetition_penalty", CHAT])
-async def test_what_stays_at_sglang_says_why(why: str) -> None:
+@pytest.mark.parametrize("path", OF_SGLANG)
+async def test_an_answer_of_sglang_moves_again_and_goes_on_if_that_engine_dies(path: str) -> None:
+    async with counting(3, kind="sglang") as (w, (first, second, third)):
+        task = await started(w, first, path)
+        second.allow(20)
+        drain(w, first)
+        await w.until(lambda: second.given == 20)
+        await second.engine.stop()
+        third.allow(100)
+        _, events = await task
+        assert answer_of(events) == WHOLE
+        metrics = await w.metrics()
+        assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
+        assert f'moves_total{{engine="{named(second.engine)}",outcome="resumed"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("path", OF_SGLANG)
+async def test_without_moves_sglang_is_asked_as_the_client_asked(path: str) -> None:
+    async with counting(kind="sglang", moves=False) as (w, (first, _)):
+        first.allow(100)
+        _, events = await w.ask(path, OF_SGLANG[path])
+        assert answer_of(events) == WHOLE
+        body = {name: value for name, value in first.engine.body.items() if not name.startswith("bootstrap_")}
+        assert body == OF_SGLANG[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (COMPLETIONS, "repetition_penalty"),
+        (CHAT, "repetition_penalty"),
+        (CHAT, "no token_ids"),
+        (GENERATE, "no token_ids"),
+    ],
+)
+async def test_what_stays_at_sglang_says_why(path: str, why: str) -> None:
+    """No ids are said by a server whose parser reads the text, or whose adapter is an older one."""
     async with counting(kind="sglang") as (w, (first, second)):
-        task = await started(w, first, why if why == CHAT else COMPLETIONS, **({} if why == CHAT else {why: 1.1}))
+        first.has_adapter = False
+        task = await started(w, first, path, **({why: 1.1} if why == "repetition_penalty" else {}))
         await w.until(lambda: first.given == 10)
         drain(w, first)
         await w.until(lambda: first.given == 11)
-        assert {each.stays for engine in w.fleet.listed() for each in engine.running} == {why}
+        await w.until(lambda: {each.stays for engine in w.fleet.listed() for each in engine.running} == {why})
         first.allow(100)
         assert answer_of((await task)[1]) == WHOLE and not second.engine.got
+
+
+async def test_generate_of_vllm_stays() -> None:
+    async with counting(prefill="sglang") as (w, (first, second)):
+        first.allow(10)
+        task = asyncio.create_task(w.ask(GENERATE, OF_SGLANG[GENERATE]))
+        await w.until(lambda: bool(first.engine.got))
+        drain(w, first)
+        await w.until(lambda: {each.stays for engine in w.fleet.listed() for each in engine.running} == {GENERATE})
+        first.allow(100)
+        _, events = await task
+        assert text_of([json.loads(each) for each in events[:-1]]) == WHOLE and not second.engine.got
 
 
 async def test_an_answer_moves_as_often_as_its_engine_drains() -> None:

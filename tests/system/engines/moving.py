@@ -18,8 +18,31 @@ from testing.http_server import HttpServer
 from testing.waiting import wait_for
 from tests.system.routers.fleet import CHAT, NAME, ROOT, ROW_BYTES, SETTINGS, VLLM, write_served
 
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 ANSWER = 300  # tokens
 MOST_S = 600.0
+
+
+class MovingProxy(HttpServer):
+    """`kvbridge proxy`, which drains its engines when told to. `engines`: the options that name them."""
+
+    def __init__(self, folder: Path, *engines: str) -> None:
+        self._control, port = folder / "proxy.ctl", free_port()
+        command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}", *engines]
+        super().__init__([*command, "--control", str(self._control)], port, folder / "proxy.log")
+
+    def drain(self, engine: str, *more: str) -> list[str]:
+        """What `kvbridge drain` says, once it has ended well."""
+        command = [PYTHON, "-m", "kvbridge.cli", "drain", engine, "--control", str(self._control), *more]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+        assert told.returncode == 0, (told.stdout, told.stderr)
+        return told.stdout.splitlines()
+
+    def moves(self, outcome: str) -> float:
+        told = self.ask("/metrics")[1]
+        return sum(
+            map(float, re.findall(rf'^kvbridge_proxy_moves_total\{{.*"{outcome}"\}} (\S+)$', told, re.MULTILINE))
+        )
 
 
 class Served:
@@ -37,11 +60,7 @@ class Served:
         for engine in self.engines.values():
             engine.wait_up(seconds=MOST_S)
         self.list_decoding("d0", "d1")
-        port = free_port()
-        self.control = folder / "proxy.ctl"
-        command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}", "--engines"]
-        command += [str(self.listed), "--control", str(self.control)]
-        self.proxy = HttpServer(command, port, folder / "proxy.log")
+        self.proxy = MovingProxy(folder, "--engines", str(self.listed))
         stack.callback(self.proxy.kill)
         self.proxy.wait_up()
 
@@ -71,18 +90,8 @@ class Served:
     def reload(self) -> None:
         self.proxy.process.send_signal(signal.SIGHUP)
 
-    def drain(self, name: str, *more: str) -> str:
-        """What `kvbridge drain` says, once it has ended well."""
-        command = [PYTHON, "-m", "kvbridge.cli", "drain", f"vllm={self.engines[name].url}", *more]
-        told = subprocess.run([*command, "--control", str(self.control)], capture_output=True, text=True)
-        assert told.returncode == 0, (told.stdout, told.stderr)
-        return told.stdout
-
-    def moves(self, outcome: str) -> float:
-        told = self.proxy.ask("/metrics")[1]
-        return sum(
-            map(float, re.findall(rf'^kvbridge_proxy_moves_total\{{.*"{outcome}"\}} (\S+)$', told, re.MULTILINE))
-        )
+    def drain(self, name: str, *more: str) -> list[str]:
+        return self.proxy.drain(f"vllm={self.engines[name].url}", *more)
 
     def wait_decoding(self, count: int) -> None:
         wait_for(lambda: len(json.loads(self.proxy.ask("/health")[1])["healthy"]["decode"]) == count, MOST_S)
@@ -100,18 +109,20 @@ class Stream:
     which the first engine's events have.
     """
 
-    def __init__(self, number: int, **asked: Any) -> None:
+    def __init__(self, number: int, path: str = "", /, **asked: Any) -> None:
         self.tokens, self.text, self.ids = prompt(100 + 9 * (number % 16), seed=number), "", set[str]()
         self.token_ids, self.seconds, self.moved_at = list[int](), list[float](), 0
         self.error = ""
         said = " ".join(map(str, self.tokens))
-        if number % 2:
-            self.path, self._field = "/v1/chat/completions", "token_ids"
-            asked |= {"messages": [{"role": "user", "content": said}]}
-        else:
-            self.path, self._field = "/v1/completions", "prompt_token_ids"
-            asked |= {"prompt": said}
+        self.path = path or (COMPLETIONS, CHATS)[number % 2]
+        self._field = "token_ids" if self.path == CHATS else "prompt_token_ids"
         self.body = {"model": NAME, "max_tokens": ANSWER, "temperature": 0, **asked}
+        if self.path == CHATS:
+            self.body["messages"] = [{"role": "user", "content": said}]
+        elif self.path == COMPLETIONS:
+            self.body["prompt"] = said
+        else:
+            self.body = {"text": said, "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0, **asked}}
 
     def run(self, server: HttpServer) -> None:
         with server.opened(self.path, self.body | {"stream": True}, MOST_S) as answer:
@@ -123,6 +134,9 @@ class Stream:
                     if "error" in event:
                         self.error = event["error"]["code"]
                         return
+                    if self.path == GENERATE:
+                        self._generated(**event)
+                        continue
                     self.ids.add(event["id"])
                     self._take(event["choices"][0])
         raise AssertionError("no [DONE]")
@@ -133,6 +147,14 @@ class Stream:
             self.text += text
             self.moved_at = self.moved_at or len(self.seconds) * (self._field not in choice)
             self.seconds.append(time.monotonic())
+
+    def _generated(self, text: str, output_ids: list[int], meta_info: dict[str, Any]) -> None:
+        """An event of /generate has all of the answer so far, or what is new, as that of the first server."""
+        self.ids.add(meta_info["id"])
+        has_all = len(output_ids) == meta_info["completion_tokens"]
+        self.text = text if has_all else self.text + text
+        self.token_ids = output_ids if has_all else self.token_ids + output_ids
+        assert len(self.token_ids) == meta_info["completion_tokens"]
 
     def alone(self, server: HttpServer) -> str:
         choice: dict[str, Any] = json.loads(server.answer(self.path, self.body, MOST_S))["choices"][0]

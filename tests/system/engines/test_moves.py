@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> None:
     """By `kvbridge drain`; and off the list, and without its agent: its KV cannot be fetched, and is computed again."""
     served.wait_decoding(2)
-    agents, moved = served.agents, served.moves("moved")
+    agents, moved = served.agents, served.proxy.moves("moved")
     streams = [Stream(number + STREAMS * (agent_is == "killed")) for number in range(STREAMS)]
     with ThreadPoolExecutor(STREAMS) as threads:
         runs = [threads.submit(each.run, served.proxy) for each in streams]
@@ -44,12 +44,12 @@ def test_running_answers_move_token_for_token(served: Served, agent_is: str) -> 
             served.list_decoding("d1")
             served.reload()
         else:
-            said = served.drain("d0").splitlines()
+            said = served.drain("d0")
             assert f"decode: 0 under way, {STREAMS // 2} moved" in said and "can be stopped" in said[-1], said
         for run in runs:
             run.result(MOST_S)
-    moved = served.moves("moved") - moved
-    assert moved == STREAMS / 2 and not served.moves("returned")
+    moved = served.proxy.moves("moved") - moved
+    assert moved == STREAMS / 2 and not served.proxy.moves("returned")
     for each in streams:
         assert not each.error and each.text == each.alone(served.engines["prefill"])
         assert len(each.ids) == 1
