@@ -205,7 +205,7 @@ def _of_transformers(usual: dict[str, Any], fields: dict[str, Any]) -> tuple[dic
     from transformers import AutoConfig, AutoModelForCausalLM
 
     named = {name: value for name, value in fields.items() if name not in ("model_type", "architectures")}
-    config = AutoConfig.for_model(fields["model_type"], **usual, **named)
+    config = AutoConfig.for_model(fields["model_type"], **(usual | named))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).state_dict()
     shapes = dict(each for name, weight in model.items() for each in _in_checkpoint(name, tuple(weight.shape)))

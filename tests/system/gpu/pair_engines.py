@@ -99,7 +99,35 @@ SGLANG_FLAGS = {
 }
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128}  # as kernels on GPUs want them
 WIDE_MAMBA2 = MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}
+# As many layers, heads and states as the models have, so what travels is theirs. Else as narrow as the others.
+LARGE: dict[str, dict[str, Any]] = {
+    "nemotron-8b": MAMBA2
+    | {
+        "num_hidden_layers": 52,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+    "qwen35-9b": QWEN35
+    | WIDE
+    | {
+        "num_hidden_layers": 32,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "rope_parameters": QWEN35["rope_parameters"] | {"mrope_section": [11, 11, 10]},
+    },
+}
+LARGE_CACHE = 4 << 30  # bytes; of one request about 100 MiB
 STATES: dict[str, Callable[[Path], Path]] = {
+    **{name: writer(fields) for name, fields in LARGE.items()},
     NEMOTRON: writer(WIDE_MAMBA2),
     NEMOTRON_CYCLE: writer(WIDE_MAMBA2, faint=0.4),
     QWEN: writer(GATED_MTP | WIDE),
@@ -440,6 +468,8 @@ class Engines:
             more |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 5 << 29 if is_llama else 1 << 28}
             if is_llama:
                 more["load_format"] = "dummy"
+            if side.model in LARGE:
+                more["kv_cache_memory_bytes"] = LARGE_CACHE
             if side.backend:
                 more["attention_backend"] = side.backend
             environment |= GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, side.gpus))}

@@ -6,11 +6,12 @@
 
 Needs vLLM and no network; one GPU, or two for engines of two ranks. The models have a few layers and seeded weights.
 What is compared is as in `sparse_pairs`; beside the rows of attention, the states of all layers, byte for byte, by the
-tests' own reading of vLLM's layers. Five sets of pairs:
+tests' own reading of vLLM's layers. Six sets of pairs:
 
   times   Qwen3.5 and Qwen3-Next (Gated DeltaNet), Nemotron-H (Mamba 2): timed as in `sparse_pairs`, TP and PP. In
           "cached" pairs both sides have the prefix cache, and have most of the prompts whose tokens are compared.
           NixlConnector wants VLLM_SSM_CONV_STATE_LAYOUT=DS, which all engines here have
+  large   the same with as many layers, heads and states as Nemotron-H 8B and Qwen3.5 9B have
   kinds   the other kinds: KDA, Mamba 1, a short convolution, lightning, Mamba 2 with one group, and beside attention in
           each layer. Not timed; the decode engine has its convolutions' rows in the other order
   drafts  engines that draft by MTP or n-grams, other numbers of tokens or on one side only. Not timed. Rows of a layer
@@ -40,6 +41,7 @@ from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, verdict
 from tests.system.gpu.pair_engines import (
     ANSWER_S,
     DECODED,
+    LARGE,
     NEMOTRON,
     NEMOTRON_CYCLE,
     QWEN,
@@ -59,11 +61,11 @@ BLOCK = {"kimi": 64, "ring": 64}  # tokens, as latents want them
 KINDS = ("jamba", "lfm2", "ring", "granite", "falcon-h1", "kimi")  # the last tunes its kernels for minutes
 
 
-def timed_pairs(gpus: int) -> list[Pair]:
+def timed_pairs(gpus: int, models: Sequence[str] = (NEMOTRON, QWEN, "qwen35")) -> list[Pair]:
     """In the order of their worth."""
     far = (0,) if gpus == 1 else (1,)
     pairs: list[Pair] = []
-    for model in (NEMOTRON, QWEN, "qwen35"):
+    for model in models:
 
         def vllm(
             what: str,
@@ -82,9 +84,11 @@ def timed_pairs(gpus: int) -> list[Pair]:
         pairs += [Pair(f"{model}-equal", near, there, beside=beside), Pair(f"{model}-cached", cached[0], cached[1])]
         if gpus > 1:
             ranks = (2, 3) if gpus > 3 else (0, 1)
-            two, staged = vllm("two", ranks), vllm("staged", ranks, stages=STAGES[model])
+            two = vllm("two", ranks)
             beside = Pair(f"{model}-nixl2", vllm("nixl-two", ranks, True), vllm("nixl-d", far, True))
             pairs += [Pair(f"{model}-tp2-to-tp1", two, there, beside=beside), Pair(f"{model}-tp1-to-tp2", near, two)]
+        if gpus > 1 and model in STAGES:
+            staged = vllm("staged", ranks, stages=STAGES[model])
             pairs += [Pair(f"{model}-pp2-to-pp1", staged, there), Pair(f"{model}-pp1-to-pp2", near, staged)]
     return pairs
 
@@ -235,12 +239,13 @@ class StateRun(SparseRun):
 
     @staticmethod
     def more_options(parser: ArgumentParser) -> None:
-        parser.add_argument("--sets", default="times", help="which pairs: times,kinds,drafts,hits,split")
+        parser.add_argument("--sets", default="times", help="which pairs: times,large,kinds,drafts,hits,split")
 
     def every(self) -> list[Pair]:
         gpus = 1 if self.chosen.cpu else self.gpus
         self.sets = {
             "times": timed_pairs(gpus),
+            "large": timed_pairs(gpus, tuple(LARGE)),
             "kinds": kind_pairs(gpus),
             "drafts": drafted_pairs(),
             "hits": hit_pairs(gpus),
@@ -252,7 +257,7 @@ class StateRun(SparseRun):
         drive = self.drive(pair)
         if pair in self.sets["hits"]:
             return self.show_hits(drive, found)
-        is_timed = pair in self.sets["times"]
+        is_timed = pair in self.sets["times"] or pair in self.sets["large"]
         lengths = SHORT if is_timed else (*SHORT, *self.chosen.lengths)
         if "ring" in pair.name:  # vLLM takes the one token that its prefill computes of two for a decode: not offered
             lengths = tuple(length for length in lengths if length > 2)
