@@ -38,6 +38,7 @@ class Loop:
         self.dumps: dict[str, tuple[int, int, str]] = {}
         self.began: dict[str, float] = {}
         self.first: dict[str, float] = {}  # of requests that have a token
+        self.came: dict[str, float] = {}  # of requests whose KV came
         self.blocks: dict[str, list[list[int]]] = {}
         self.steps = 0
         self.nixl: list[dict[str, float]] = []
@@ -59,7 +60,7 @@ class Loop:
             self.reads_states = read_states
         elif any(name.endswith(".swa_cache") for group in groups for name in group.layer_names):
             self.reads_states = read_compressed
-        watch_received(self.scheduler, self._keep_states)
+        watch_received(self.scheduler, self._received)
         # A request may come and go within one step; its blocks are only known until they are freed.
         before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
         self.say(kind="ready")
@@ -109,6 +110,7 @@ class Loop:
                     cached=output.num_cached_tokens or 0,
                     seconds=time.perf_counter() - began,
                     first_s=self.first.pop(output.request_id, now) - began,
+                    came_s=self.came.pop(output.request_id, began) - began,
                 )
         for request_id, request in self.scheduler.requests.items():
             self._remember(request_id)
@@ -161,8 +163,9 @@ class Loop:
             np.savez(out, **dict[str, Any](whole))
         self.say(kind="dumped", request=request, codecs=codecs)
 
-    def _keep_states(self, request_id: str) -> None:
-        """What has come, before a step changes it. Not of a request for one token: that is timed."""
+    def _received(self, request_id: str) -> None:
+        """Keep what has come, before a step changes it. Not of a request for one token: that is timed."""
+        self.came[RANDOM.sub("", request_id)] = time.perf_counter()
         request = self.scheduler.requests[request_id]
         if request.max_tokens == 1 or not self.reads_states:
             return

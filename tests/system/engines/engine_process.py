@@ -53,7 +53,8 @@ class EngineConfig:
 class Result:
     """A finished request. `params` is what a proxy would hand on; `cached` counts prompt tokens not computed here.
 
-    `seconds` passed in the engine's process from handing it the request to its last token, `first_s` to its first.
+    `seconds` passed in the engine's process from handing it the request to its last token, `first_s` to its first, and
+    `came_s` until its scheduler heard that KV had come; 0 if none did.
     `others` are the other answers of a request for several.
     """
 
@@ -63,6 +64,7 @@ class Result:
     cached: int
     seconds: float
     first_s: float
+    came_s: float
     others: tuple[tuple[int, ...], ...] = ()
 
 

@@ -45,6 +45,7 @@ class Came:
     room: int
     sender_name: str = ""  # of the request, where the engine is vLLM
     receiver_name: str = ""
+    wait_s: float = 0.0  # of that, until the decode engine, if it is vLLM, knew that the KV had come
 
 
 class Drive:
@@ -98,7 +99,7 @@ class Drive:
         result = self.receiver.engine.result(name, ANSWER_S)
         now = time.monotonic()
         assert len(result.tokens) == amount, f"decode ended with {result.reason} after {len(result.tokens)} tokens"
-        return Came(list(result.tokens), now - began, result.seconds, now, room, sender_name, name)
+        return Came(list(result.tokens), now - began, result.seconds, now, room, sender_name, name, result.came_s)
 
     @staticmethod
     def _decoded_by_sglang(

@@ -17,6 +17,8 @@ Then each prompt length, in turns with a pair by NixlConnector, request by reque
 
   transfer   from the decode engine's want to its done, by its agent's journal; with NixlConnector the duration in its
              telemetry, which begins when it posts
+  wait       from giving the decode engine the request until its scheduler knows that the KV has come: what the transfer
+             adds to the first token, but for the step that computes that, whose time varies by more
   ttft       from giving the decode engine the request to its first token, in its own process. `above` is what exceeds
              the same for a prompt of 16 tokens that is not carried
 
@@ -36,7 +38,7 @@ from tests.system.gpu.vllm_pairs import VLLMDrive
 SERVER_GIB = 8.0  # tiny weights and 256 MiB of KV; two CUDA contexts, the agent's slots, what the indexer works in
 KINDS = {"bf16": "auto", "fp8": "fp8_ds_mla"}
 PAGE = 128  # of MiniMax M3's kernels
-RATIOS = ("transfer_ms", "transfer_min_ms", "ttft_ms", "ttft_min_ms")
+RATIOS = ("transfer_ms", "transfer_min_ms", "wait_ms", "wait_min_ms", "ttft_ms", "ttft_min_ms")
 
 
 def gpu_pairs(gpus: int) -> list[Pair]:
@@ -84,6 +86,7 @@ class SparseRun(Run):
         ("transfer first", 15, lambda found, row, place: row["transfer_first_ms"]),
         ("later ms", 9, lambda found, row, place: row["transfer_ms"]),
         ("least", 7, lambda found, row, place: row["transfer_min_ms"]),
+        ("wait", 7, lambda found, row, place: row.get("wait_ms", "-")),
         ("ttft first", 11, lambda found, row, place: row["ttft_first_ms"]),
         ("later ms", 9, lambda found, row, place: row["ttft_ms"]),
         ("least", 7, lambda found, row, place: row["ttft_min_ms"]),
@@ -129,10 +132,12 @@ class SparseRun(Run):
             super().print_row(Found("NIXL, in turns", rows=found.against), place)
 
     def print_more(self, found: Found) -> None:
-        ratios = "; ".join(
-            f"{each['tokens']}: transfer {each['transfer_ms']:.2f}, ttft {each['ttft_ms']:.2f}" for each in found.ratios
+        keys = [key for key in RATIOS if "min" not in key]
+        of_nixl = "; ".join(
+            f"{each['tokens']}: " + ", ".join(f"{key.removesuffix('_ms')} {each[key]:.2f}" for key in keys)
+            for each in found.ratios
         )
-        print(f"{found.name:>18s} rows {found.kv_rows}; tokens {found.said}; of NIXL {ratios or '-'}; {found.route}")
+        print(f"{found.name:>18s} rows {found.kv_rows}; tokens {found.said}; of NIXL {of_nixl or '-'}; {found.route}")
 
 
 if __name__ == "__main__":

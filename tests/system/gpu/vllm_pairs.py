@@ -126,7 +126,8 @@ class VLLMDrive(Drive):
         time.sleep(PAUSE_S)
         floor_s = self.run(self.receiver, prompt(FLOOR_TOKENS, seed=700 + self._floors), 1)[1]
         self._floors += 1
-        found = {"transfer_ms": transfer["ms"], "bytes": transfer["bytes"], "ttft_ms": came.decode_s * 1e3}
+        found = {"transfer_ms": transfer["ms"], "bytes": transfer["bytes"]}
+        found |= {"wait_ms": came.wait_s * 1e3, "ttft_ms": came.decode_s * 1e3}
         # Each against its own floor, which may double within a minute.
         return found | {"floor_ms": floor_s * 1e3, "above_ms": (came.decode_s - floor_s) * 1e3}
 
