@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from kvbridge_proto.common import PREFIX_TOKENS, Blocks
-from kvbridge_proto.engine import READERS_S, KeptBy, Want
+from kvbridge_proto.engine import READERS_S, Attached, KeptBy, Want
 
 from ..engine.conversation import Ended
 from ..engine.kept import KEPT_DEADLINE_S, KEPT_SHARE, KeptPrefix, KeptPrefixes
@@ -43,17 +43,17 @@ class KeptFetches:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._kept = KeptPrefixes()
-        self._attached: Any = None  # to which agent: a new one is told again what is kept
+        self._attached: Attached | None = None  # to which agent: a new one is told again what is kept
         self._open: dict[int, KeptFetch] = {}  # by the number of the want
 
     def __bool__(self) -> bool:
         """Whether pages are allocated to rows that are to come."""
         return bool(self._open)
 
-    def attached_to(self, attached: Any, address: str) -> None:
+    def attached_to(self, attached: Attached | None) -> None:
         if attached is not self._attached:
             self._attached = attached
-            self._kept.told_by(address)
+            self._kept.told_by("" if attached is None else attached.agent.address)
 
     def heard(self, kept: KeptBy) -> None:
         self._kept.heard(kept)

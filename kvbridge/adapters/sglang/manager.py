@@ -257,7 +257,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         now = time.monotonic()
         if self.talk is None or now < self._look_at:
             return
-        self.kept.attached_to(self.talk.attached, self.talk.address)
+        self.kept.attached_to(self.talk.attached)
         heard = self.talk.turn()
         if not heard and self.queue.scheduler._sched_idled and self.talk.is_waiting:
             self.talk.rest(IDLE_REST_S)

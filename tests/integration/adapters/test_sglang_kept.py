@@ -21,7 +21,7 @@ from kvbridge_proto.engine import KeptBy, Offer, Want
 
 from kvbridge.adapters.sglang import held_pages, kept_fetches, weights
 from kvbridge.adapters.sglang.held_pages import HeldPages
-from tests.integration.adapters.test_sglang_life import Talk, manager, one_rank
+from tests.integration.adapters.test_sglang_life import Talk, attached, manager, one_rank
 
 __all__ = ["one_rank"]
 pytestmark = pytest.mark.sglang
@@ -491,5 +491,5 @@ def test_a_new_agent_is_told_again() -> None:
     side = Side("prefill")
     told(side, CHAT)
     side.manager.look_now()
-    side.talk.attached = object()
+    side.talk.attached = attached()
     assert not begin(side, CHAT).number

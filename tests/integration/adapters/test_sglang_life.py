@@ -32,12 +32,16 @@ ROOM, PAGE, ADDRESS = 7, 16, "10.0.0.1:8998"
 FAILED, BOOTSTRAPPING, WAITING, SUCCESS = 0, 1, 2, 4
 
 
+def attached() -> Any:
+    return SimpleNamespace(agent=SimpleNamespace(address="tcp://10.0.0.1:7700"))
+
+
 class Talk:
     """A conversation's surface: what was said, and what a test lets end."""
 
     def __init__(self) -> None:
-        self.attached: Any = object()
-        self.address = "tcp://10.0.0.1:7700"
+        self.attached: Any = attached()
+        self.address = self.attached.agent.address
         self.open: dict[int, str] = {}
         self.numbers = count(1)
         self.said: list[Any] = []
@@ -370,7 +374,7 @@ def test_a_prefill_waits_for_its_agent(prefill: Any) -> None:
     made = sender(prefill)
     prefill._hear_asked(asked())
     assert made.poll() == BOOTSTRAPPING
-    prefill.talk.attached = object()
+    prefill.talk.attached = attached()
     assert made.poll() == WAITING
 
 
@@ -560,7 +564,7 @@ def test_what_goes_wrong_on_the_schedulers_thread_is_one_requests_failure(
     decode.talk.attached = None
     made = wanted(decode)
     assert listen(decode, made) == WAITING, "an agent that is started anew is waited for"
-    decode.talk.attached = object()
+    decode.talk.attached = attached()
 
     def fail(**said: Any) -> bool:
         raise ZeroDivisionError("nobody expects this")
