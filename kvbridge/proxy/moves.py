@@ -155,18 +155,17 @@ class MovableAnswer:
         count = self._cut()
         assert count
         left, params, body = self._left(count), self._params, self._ask.body
-        is_chat, is_generate = self._ask.path == CHAT, self._ask.path == GENERATE
+        path, is_generate = self._ask.path, self._ask.path == GENERATE
         most, least = ("max_new_tokens", "min_new_tokens") if is_generate else ("max_tokens", "min_tokens")
         limits: Body = {most: left}
         if type(number := params.get(least)) is int and number > count:
             limits[least] = number - count
         answered = ",".join(map(str, self._tokens[:count])).encode()
         prompt = msgspec.Raw(self.prompt[:-1] + b"," + answered + b"]")
-        path = self._ask.path
         if is_generate:
             limits = {"sampling_params": _named(params, PARAMS_GO_ALONG) | limits}
             body = _named(body, GENERATE_GOES_ALONG) | {"input_ids": prompt}
-        elif is_chat and self._kind is Kind.SGLANG:  # its completions have other defaults
+        elif path == CHAT and self._kind is Kind.SGLANG:  # its completions have other defaults
             body = _named(body, (*GOES_ALONG, *NEUTRAL, "messages", "chat_template_kwargs")) | {"input_ids": prompt}
         else:
             path, body = COMPLETIONS, _named(body, GOES_ALONG) | {"prompt": prompt}
@@ -195,8 +194,8 @@ class MovableAnswer:
 
     def _left(self, count: int) -> int | None:
         """How many more tokens there may be; None: as many as the engine takes."""
-        name, path = "max_new_tokens" if self._ask.path == GENERATE else "max_tokens", self._ask.path
-        most = self._params.get(name, USUAL_TOKENS.get(path))
+        path = self._ask.path
+        most = self._params.get("max_new_tokens" if path == GENERATE else "max_tokens", USUAL_TOKENS.get(path))
         if path == CHAT and self._params.get("max_completion_tokens") is not None:
             most = self._params["max_completion_tokens"]
         return most - count if type(most) is int else None
