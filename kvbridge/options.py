@@ -10,7 +10,7 @@ import inspect
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
-from kvbridge_proto.peer import Route
+from kvbridge_proto.peer import ROUTES, Route
 from msgspec import Meta
 from msgspec.inspect import (
     FloatType,
@@ -186,12 +186,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routes: Annotated[
         tuple[Route, ...],
         _option(
-            "Ways to a peer, the best first: pull, direct, nixl, host",
+            f"Ways to a peer, the best first: {', '.join(ROUTES)}",
             "Each is proved before it is used (docs/architecture.md). Name one alone to force it.",
             min_length=1,
-            max_length=4,
+            max_length=len(ROUTES),
         ),
-    ] = ("pull", "direct", "nixl", "host")
+    ] = ROUTES
     pull_ctas: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
         _option(

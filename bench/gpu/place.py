@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from kvbridge_proto.peer import Route
+from kvbridge_proto.peer import ROUTES
 
 from bench.scenario import Bench
 from kvbridge.doctor.routes import ON_GPU
@@ -57,7 +57,7 @@ class Place:
 
     @property
     def routes(self) -> tuple[str, ...]:
-        return tuple(route for route in get_args(Route) if self.is_gpu or route not in ON_GPU)
+        return tuple(route for route in ROUTES if self.is_gpu or route not in ON_GPU)
 
     def is_time_for(self, what: str, seconds: float) -> bool:
         left_s = self.budget_s - self.bench.spent_s

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from kvbridge_proto.peer import Route
+from kvbridge_proto.peer import ROUTES, Route
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,7 +50,7 @@ def run(
     Raises OperatorError for options that no agent starts with, and (`check_failed`) if a route is slow or failed.
     """
     config, _ = resolve(path, flags)
-    known: tuple[Route, ...] = get_args(Route)
+    known = ROUTES
     for name in only:
         if name not in known:
             raise OperatorError("bad_option", f"only: {name}: no such route; {did_you_mean(name, known)}")

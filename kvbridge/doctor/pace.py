@@ -46,7 +46,8 @@ LEAST_CARRIES, MOST_CARRIES = 3, 1000
 # (bench/results/gpu_2*.json); UCX that falls back reaches 0.001. On one H200, whose copies run at 2 TB/s, 8 GiB reached
 # 0.28, 0.13, 0.11 and 0.002 (721f084). On a CPU it was 0.07 to 0.22, beside other work (2 cores, AMD EPYC, Linux 6.18,
 # 2026-11-23).
-FLOORS: dict[Route, float] = {"pull": 0.1, "direct": 0.05, "nixl": 0.05, "host": 0.001}
+FLOORS: dict[Route, float] = {"pull": 0.1, "host": 0.001}
+USUAL_FLOOR = 0.05
 FLOOR_ON_CPU = 0.02
 
 
@@ -159,7 +160,7 @@ class Bench:
         while len(took) < LEAST_CARRIES or (time.monotonic() < ends and len(took) < MOST_CARRIES):
             took.append(pair.carry(tokens)[0])
             copies.append(self._copy(size_bytes))
-        floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS[route]
+        floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS.get(route, USUAL_FLOOR)
         floor = floor if size_bytes == max(self.sizes) else 0.0
         return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
 

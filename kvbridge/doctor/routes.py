@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import torch
-from kvbridge_proto.peer import Route
+from kvbridge_proto.peer import ROUTES, Route
 
 from ..dataplane.resources import chosen_gpu
 from ..errors import OperatorError
@@ -21,11 +20,12 @@ from ..loopback.pair import attached, zeros
 from ..loopback.pools import Shape
 from ..loopback.processes import AgentProcess, agents
 from ..options import AgentConfig
+from ..routes.choice import SLOT_ROUTES
 from ..routes.rate import SLOW_BYTES_PER_S
 from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
 from .neighbour import told
 
-ON_GPU: tuple[Route, ...] = ("direct", "host")
+ON_GPU = tuple(name for name, route in SLOT_ROUTES.items() if route.is_on_gpus)
 SHAPES = [Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("sender", "receiver")]  # 64 MiB
 FIRST_TOKENS = 17  # a first request sets up the session, too: sockets, memory registration, a plan
 TOKENS = 1024  # 32 MiB
@@ -42,7 +42,7 @@ UCX_WRITE = re.compile(r"remote memory write .* from (?P<ours>[a-z]+).* to (?P<t
 
 def checks() -> Iterator[DoctorCheck]:
     """One for each route."""
-    for route in get_args(Route):
+    for route in ROUTES:
         yield DoctorCheck(f"route-{route}", f"route {route}", partial(carried, route))
 
 
@@ -137,13 +137,14 @@ def _judged(
         text += f", by {', '.join(sorted(transports))}"
     if outcome.wrong:
         return failed(f"{text}: {outcome.wrong}", "report it: bytes landed that are not those that were sent")
-    if route in ("nixl", "host") and (slow := [each for each in transports if "tcp/" in each]):
+    is_by_fabric = route in SLOT_ROUTES and SLOT_ROUTES[route].is_by_fabric
+    if is_by_fabric and (slow := [each for each in transports if "tcp/" in each]):
         forced = "".join(f"; {name}={value} is set" for name, value in environment.items() if name.startswith("UCX_"))
         return failed(
             f"{text}: UCX fell back to TCP ({', '.join(slow)}) between two processes of one host{forced}",
             "unset UCX_TLS; see that ptrace (above) is ok, and on a GPU that the PID namespace is shared",
         )
-    if route in ("nixl", "host") and not transports:
+    if is_by_fabric and not transports:
         return failed(f"{text}: UCX does not say by what it wrote", "report it with the version of nixl")
     if rate < floor_bytes_per_s:
         return failed(text, "look for what else keeps the machine busy, for limits of CPU, and at the other checks")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
-from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, ProcessCard, Route
+from kvbridge_proto.peer import ROUTES, DeviceCard, FabricCard, Hello, Probe, ProcessCard, Route
 
 READ_ROUTE_NAMES: tuple[Route, ...] = ("pull",)  # by which a receiver's agent reads the sender's engine's memory
 # Routes through slots, in the order of `Route`.
-SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route not in READ_ROUTE_NAMES)
+SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in ROUTES if route not in READ_ROUTE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ The receiver's agent dials the sender's; every message goes in an `Envelope` tha
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -15,7 +15,8 @@ from .pool import Bytes, Count, Name, PartName, Pool, Positive
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
-Route = Literal["pull", "direct", "nixl", "host"]
+Route = Literal["pull", "direct", "nixl", "host"]  # from best to worst
+ROUTES: tuple[Route, ...] = get_args(Route)
 
 # Lanes of the slot that probes are written to: this many senders may prove their routes at once.
 PROBE_LANES = 64
@@ -74,7 +75,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     digests: Annotated[tuple[Name, ...], Meta(max_length=16)]
     host: FabricCard | None = None
     device: DeviceCard | None = None
-    routes: Annotated[tuple[Route, ...], Meta(max_length=4)] = ("direct", "nixl", "host")
+    routes: Annotated[tuple[Route, ...], Meta(max_length=len(ROUTES))] = ("direct", "nixl", "host")
     machine: Annotated[str, Meta(max_length=256)] = ""
     probe_lane: Count = 0
     address: Annotated[str, Meta(max_length=256)] = ""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from kvbridge_proto.peer import Route
+from kvbridge_proto.peer import ROUTES
 from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -86,7 +86,7 @@ def known_values() -> dict[str, frozenset[str]]:
     codes = frozenset(used()) | {"other"}
     return {
         "role": frozenset(get_args(Role)),
-        "route": frozenset(get_args(Route)),
+        "route": frozenset(ROUTES),
         "conversion": frozenset(get_args(Conversion)),
         "stage": frozenset(get_args(Stage)),
         "awaits": frozenset(awaits for _, awaits in QUEUES),

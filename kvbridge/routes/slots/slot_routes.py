@@ -73,6 +73,8 @@ class SlotRoute(abc.ABC):
 
     name: Route
     target: type[Target] = Target
+    is_on_gpus = False  # without a GPU on either side another route does the same
+    is_by_fabric = True  # the fabric carries the chunk itself: doctor looks by which of its transports
 
     @abc.abstractmethod
     def why_not(self, sender: Site, receiver: Site) -> str:
@@ -138,6 +140,7 @@ class DirectRoute(SlotRoute):
     """The peer's slots, mapped by CUDA IPC for our GPU: the gather itself writes them. NIXL carries the notice."""
 
     name: Route = "direct"
+    is_on_gpus, is_by_fabric = True, False
 
     def why_not(self, sender: Site, receiver: Site) -> str:
         if sender.device is None or receiver.device is None:
@@ -196,6 +199,7 @@ class HostRoute(SlotRoute):
     """
 
     name: Route = "host"
+    is_on_gpus = True
     target = HostTarget
 
     def why_not(self, sender: Site, receiver: Site) -> str:

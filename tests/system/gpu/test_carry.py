@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbridge_proto.peer import ROUTES
 from rich.progress import Progress
 
 from demo.run import PAIRS
@@ -33,7 +34,6 @@ WHOLE = [
     DemoRequest(name="long", tokens=4032, seed=2),
     DemoRequest(name="prefix there", tokens=1728, first_token=1000, seed=3),
 ]
-ROUTES = ("pull", "direct", "nixl", "host")
 LATE_CYCLES = 40_000_000  # about 20 ms on an H200
 TOO_LATE_CYCLES = 3_000_000_000  # 1.5 s: a first transfer compiles, and others start processes meanwhile
 
