@@ -58,14 +58,14 @@ WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full
 class LayerGroup:
     """Layers whose rows lie under one block table. `layers` are the model's numbers of the pool's layers, in order.
 
-    `kept` is the group, whose blocks are not counted yet. `index` are the index keys of the layers that have some.
+    `uncounted` is the group, before its blocks are counted. `index` are the index keys of the layers that have some.
     """
 
     pool: Any
     number: int
     layers: tuple[int, ...]
     heads: Heads
-    kept: Group
+    uncounted: Group
     index: Mapping[int, torch.Tensor]
 
 
@@ -123,7 +123,7 @@ def _found(queue: Any, shard: Shard, is_decoder: bool) -> Found:
     state = states.found(queue, shard)
     return Found(
         _layers(groups, [plane for _, plane in rows], modules) | (state.layers if state else {}),
-        (*counted((group.kept for group in of_model), rows), *([state.group] if state else [])),
+        (*counted((group.uncounted for group in of_model), rows), *([state.group] if state else [])),
         [*rows, *(state.planes if state else [])],
         tuple(layer for group in of_draft for layer in group.layers),
     )
@@ -392,7 +392,7 @@ def _index_part(layer: int, indexer: Any) -> str:
 
 def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor, Plane]]:
     """Each plane with its rows as [pages, heads, tokens, width]; tokens may be two axes."""
-    page, number = group.kept.block_tokens, group.number
+    page, number = group.uncounted.block_tokens, group.number
     for place, layer in enumerate(group.layers):
         for part, view, codec, heads in _parts(group, place, layer, modules):
             where = codec, heads, layer, number
@@ -402,7 +402,7 @@ def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor,
 def _parts(
     group: LayerGroup, place: int, layer: int, modules: Modules
 ) -> Iterator[tuple[str, torch.Tensor, Codec, Heads]]:
-    pool, page, attention = group.pool, group.kept.block_tokens, modules.get((ATTENTION, layer))
+    pool, page, attention = group.pool, group.uncounted.block_tokens, modules.get((ATTENTION, layer))
     parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
     name = block_scales.codec_name(pool)
     for part, buffers in parts.items():
@@ -470,8 +470,8 @@ def _layers(groups: list[LayerGroup], planes: list[Plane], modules: Modules) -> 
             rope, width = int(group.pool.qk_rope_head_dim), widths[layer, "latent"]
             mine[layer] = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)
             continue
-        kind: LayerKind = group.kept.kind
-        window = group.kept.window
+        kind: LayerKind = group.uncounted.kind
+        window = group.uncounted.window
         if not window and (before := _before(modules, layer)):  # a window whose memory is not given up
             kind, window = "sliding", before + 1
         key, value = widths[layer, "k"], widths[layer, "v"]
