@@ -90,6 +90,15 @@ def _tasks(pid: int) -> Iterator[Path]:
                 yield from _tasks(int(child))
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that it has started, and those that these have."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
 def _stolen_s() -> float:
     """Of all processors, by other machines on the same host."""
     return int(Path("/proc/stat").read_text().split("\n")[0].split()[8]) / os.sysconf("SC_CLK_TCK")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from ..errors import KVBridgeError, OperatorError
-from ..oneline import OneLine
+from ..oneline import OneLine, plain
 from .bodies import parse
 from .legs import AgentPlace, Kind, read_agent, read_replicas
 from .limits import Busy, RequestBytes
@@ -42,6 +42,10 @@ ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "targ
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+    @property
+    def other(self) -> Role:
+        return Role.PREFILL if self is Role.DECODE else Role.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Backend:
     is_checked: bool = False  # whether anything is known of its health yet
     is_slow: bool = False  # its last health check took too long: others of its side come first
     is_draining: bool = False  # it gets no new requests, and others go on with what they can
+    had_other_role: bool = False  # on the list: SGLang is asked to change it, once it has nothing to do
     outstanding: int = 0
     running: list[Running] = field(default_factory=list)  # twice while it takes back what it gave up
     moved: int = 0  # answers that went on at another engine since it drains
@@ -195,7 +200,8 @@ class Fleet:
         """Use these engines from now on. One that is removed gets no new requests and finishes what it has."""
         known = {(each.role, each.name, each.bootstrap_port): each for each in self.listed()}
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
-        for gone in set(self.listed()).difference(kept):
+        left = set(self.listed()).difference(kept)
+        for gone in left:
             self._watches.pop(gone).cancel()
             gone.is_draining = True
             self._set_healthy(gone, False, "it is not on the list any more")
@@ -203,6 +209,7 @@ class Fleet:
             self._leaving[gone] = asyncio.create_task(self._forget(gone))
         for each in kept:
             if each not in self._watches:
+                each.had_other_role = any((gone.name, gone.role) == (each.name, each.role.other) for gone in left)
                 self._metrics.healthy.labels(each.role, each.name).set(0)
                 self._metrics.outstanding.labels(each.role, each.name)
                 self._watches[each] = asyncio.create_task(self._watch(each))
@@ -331,11 +338,15 @@ class Fleet:
 
     async def _watch(self, engine: Backend) -> None:
         """Check its health until cancelled."""
-        slow = 0
+        slow, of_role = 0, ""
         while True:
             began = asyncio.get_running_loop().time()
             try:
                 why = await self._health_problem(engine)
+                if not why and engine.kind is Kind.SGLANG:
+                    why, before = await self._role_problem(engine), of_role
+                    if (of_role := why) != before and why and not engine.is_healthy:
+                        log.info("%s engine %s: %s", engine.role, engine.name, why)
                 slow, engine.is_slow = 0, False
             except TimeoutError:
                 if self._pulse.was_late_since(began):
@@ -365,6 +376,39 @@ class Fleet:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
+
+    async def _role_problem(self, engine: Backend) -> str:
+        """Why an SGLang server that is healthy gets no requests of this role; empty if that is its role, or not known.
+
+        It is asked to change if its line on the list has changed. Otherwise somebody else may know better.
+        """
+        try:
+            said = await self._answered(engine, "/model_info")
+            role = said.get("disaggregation_mode") if isinstance(said, dict) else None
+            if role == engine.role or not (role == engine.role.other or engine.had_other_role):
+                engine.had_other_role = False
+                return ""
+            if not engine.had_other_role:
+                return f"it is a {role} server"
+            if any(each.outstanding for each in self._leaving if each.name == engine.name):
+                return f"as a {role} server it has requests under way"
+            # SGLang wants to be told what CUDA graphs take, and goes on without them if they do not fit.
+            wanted = {"new_role": engine.role, "decode_cuda_graph_memory_gb": 0}
+            said = await self._answered(engine, "/pd_role_switch", wanted, self._waits.prefill_s)
+            if isinstance(said, dict) and said.get("success"):
+                log.info("engine %s is a %s server now", engine.name, engine.role)
+                engine.had_other_role = False
+                return ""
+            return f"it does not change its role: {plain(str(said), 300)}"
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            return f"its role is not known: {type(error).__name__}: {error}" if engine.had_other_role else ""
+
+    async def _answered(self, engine: Backend, path: str, body: object = None, within_s: float | None = None) -> object:
+        """Whatever the status. Raises ValueError, TimeoutError, aiohttp's errors."""
+        method = "GET" if body is None else "POST"
+        async with asyncio.timeout(within_s or self._waits.health_s):
+            async with self._http.request(method, f"{engine.url}{path}", json=body, allow_redirects=False) as answer:
+                return parse(await bounded(answer, BOOTSTRAP_BYTES))
 
     async def _is_single(self, engine: Backend) -> bool | None:
         """Whether its metrics name one replica. None if it does not answer."""

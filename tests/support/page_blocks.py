@@ -88,6 +88,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("# GPUs", GPUS),
         ("# CPUs", SGLANG),
         ("agent()", SGLANG),
+        ("# ROLE", "tests/integration/adapters/test_sglang_roles.py::test_the_pages_command_is_sglangs_own_route"),
     ],
     "docs/rdma.md": [
         ("kvbridge doctor --only rdma", "tests/integration/doctor/test_rdma.py::test_the_page_asks_doctor"),

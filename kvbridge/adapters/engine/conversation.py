@@ -156,8 +156,8 @@ class Conversation:
         while self._fds:
             os.close(self._fds.pop())
 
-    def detach(self, within_s: float = DETACH_S) -> None:
-        """The memory is about to go away: return when nothing touches it any more. What was open has ended then.
+    def detach(self, within_s: float = DETACH_S, why: str = "our memory is about to go away") -> None:
+        """Return when nothing touches our memory any more. What was open has ended then.
 
         An agent that is alive lets go within a chunk's time. Otherwise this waits for the end of its process. Raises
         EngineError `not_let_go` after `within_s`: an agent that stands still may go on and write, so the memory must
@@ -166,7 +166,7 @@ class Conversation:
         end = time.monotonic() + within_s
         while True:
             with self._link.lock:  # or the link's thread could attach another agent in between
-                self._link.give_up("our memory is about to go away")
+                self._link.give_up(why)
                 if self._link.is_over:
                     return self.close()
             if (left := end - time.monotonic()) <= 0:

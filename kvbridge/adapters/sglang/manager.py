@@ -31,11 +31,13 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.kv_cache_builder import validate_decode_radix_cache
 from sglang.srt.runtime_context import get_device, get_parallel, get_serving, linear_attn_tp_size
 from sglang.srt.utils.network import NetworkAddress
 
-from ...errors import EngineError, OperatorError
+from ...errors import EngineError, KVBridgeError, OperatorError
 from ...oneline import plain
+from ...values import Value
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.memory import Memory
@@ -69,6 +71,18 @@ LET_GO_S = 10.0  # how long the server stands still for an agent that does not l
 SEND_S = 1.0  # how long a server that does not read may block our scheduler
 RECONNECT_S, RECONNECT_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
 MOST_CONTROL_BYTES = 1 << 16  # of SGLang's own messages: numbers, and one reason
+THREADS_END_S = 10.0  # for all threads of a manager that ends: one may wait so long for a server's answer
+HANDED = "kvbridge_handed"  # an attribute of the scheduler, while its role changes
+
+
+class Handed(Value):
+    """What a manager leaves to that of the next role: the socket whose port other servers know, and the weights."""
+
+    context: Any
+    socket: Any
+    port: int
+    weights: str
+    next_weights: str
 
 
 class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -91,10 +105,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.queue = queue
         self.is_decoder = disaggregation_mode == DisaggregationMode.DECODE
         self.owners: dict[int, Any] = {}  # senders and receivers, by the numbers of their offers and wants: see `ended`
+        self._handed: Handed | None = queue.scheduler.__dict__.pop(HANDED, None)
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
         self.gives_up_at_once = False  # whether prompts are not held: a flush waits for their end
         self.next_weights = UNNAMED  # what they are called once the update that is under way has ended
+        if self._handed is not None:
+            self._weights, self.next_weights = self._handed.weights, self._handed.next_weights
         self._look_at = 0.0
         self._replica = _replica()
         self._shard = _shard()
@@ -111,6 +128,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.talk: Conversation | None = None
         self.held: HeldPages | None = None  # what is kept for others, if that is chosen
         self.kept = KeptFetches(self)
+        self._is_over = threading.Event()  # the server has another role, and another manager
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._kv_replica_factor = 1  # the agents count what they move
@@ -118,16 +136,74 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.attn_cp_size > 1 and self.enable_all_cp_ranks_for_transfer:
             reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
             raise OperatorError("context_parallel_unsupported", reason)
+        self._take_port()
         hear = self._hear_decode if self.is_decoder else self._hear_prefill
-        _thread("kvbridge-control", lambda: self._serve(hear))
+        self._threads = [_thread("kvbridge-control", lambda: self._serve(hear))]
         if not self.is_decoder:
-            _thread("kvbridge-registry", self._keep_registered)
+            self._threads.append(_thread("kvbridge-registry", self._keep_registered))
         else:
             self.prefill_info_table: Any = PrefillServers()
             # A timer must not give back pages that our agent may still write.
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = float("inf")
-            self._start_heartbeat_checker_thread()
+            self._threads.append(self._start_heartbeat_checker_thread())
+
+    # The other role:
+
+    @property
+    def supports_role_switch(self) -> bool:
+        """Whether this server's cache can be carried in the other role, too. SGLang asks first: it has no way back."""
+        other = DisaggregationMode.PREFILL if self.is_decoder else DisaggregationMode.DECODE
+        try:
+            _check_parallel(other, states.has_states(self.queue.token_to_kv_pool))
+            self._described(is_decoder=not self.is_decoder)
+            if not self.is_decoder:
+                _check_prefix_cache(self.queue)
+        except KVBridgeError as error:
+            log.error("this server cannot %s: %s: %s", other.value, error.code, error)
+            return False
+        return True
+
+    def teardown(self) -> None:
+        """SGLang changes the server's role. No request is under way; the next manager is made right after this.
+
+        Raises EngineError if our agent may still write pages: the server cannot go on then.
+        """
+        self._is_over.set()
+        if self.held is not None:
+            self.held.give_back_all()
+            setattr(self.queue.scheduler.tree_cache, HELD, None)
+        if reason := self.let_go("our role changes"):
+            if self.owners or self.kept:
+                raise EngineError("not_let_go", reason)
+            assert self.talk is not None
+            log.warning("the role changes, as nothing is open that the agent could write: %s", reason)
+            self.talk.close()
+        connections = [*self._socket_cache.values()]
+        if self.is_decoder:
+            self._heartbeat_shutdown.set()
+            if self._prefill_recompute_executor is not None:
+                self._prefill_recompute_executor.shutdown(wait=False)
+            connections += self.session_pool.values()
+        end = time.monotonic() + THREADS_END_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        for each in connections:
+            each.close()
+        handed = Handed(self._zmq_ctx, self.server_socket, self.rank_port, self._weights, self.next_weights)
+        setattr(self.queue.scheduler, HANDED, handed)
+
+    def register_to_bootstrap(self) -> None:
+        self._take_port()
+        super().register_to_bootstrap()
+
+    def _take_port(self) -> None:
+        """Go on with the control socket of the server's last role: others keep its port, and would not ask again."""
+        if (handed := self._handed) is not None:
+            self._handed = None
+            self._zmq_ctx.destroy(linger=0)
+            self._zmq_ctx: Any = handed.context
+            self.server_socket, self.rank_port = handed.socket, handed.port
 
     # Our agent:
 
@@ -135,10 +211,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Share the memory with the agent. Without one the engine still starts, and requests fail until one comes."""
         if self.is_silent:
             return
-        name = self.options.model_name or model_name(self.queue.scheduler.server_args.model_path)
-        ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
-        ids |= {"draft": self.options.draft_name}
-        memory = describe(self.queue, self._shard, is_decoder=self.is_decoder, replica=self._replica, **ids)
+        memory = self._described(self.is_decoder)
         self.scores = memory.scores
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
@@ -151,6 +224,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             for pool in (self.queue.token_to_kv_pool, *drafts.pools(self.queue)):
                 moved(pool)
         self.talk.start(self.options.connect_s)
+
+    def _described(self, is_decoder: bool) -> Memory:
+        """Raises OperatorError."""
+        name = self.options.model_name or model_name(self.queue.scheduler.server_args.model_path)
+        ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
+        ids |= {"draft": self.options.draft_name}
+        return describe(self.queue, self._shard, is_decoder=is_decoder, replica=self._replica, **ids)
 
     def _begin_turns(self, memory: Memory) -> bool:
         """Keep what is computed, if that is chosen. Returns whether we want to hear what others keep."""
@@ -191,7 +271,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """How many tokens the model's vocabulary has."""
         return int(self.queue.scheduler.model_config.vocab_size)
 
-    def let_go(self) -> str:
+    def let_go(self, why: str = "our memory is about to go away") -> str:
         """Have our agent let go of the memory. Returns why it has not within LET_GO_S, or "".
 
         Pages that a stopped agent may still write must not become anything else's.
@@ -199,7 +279,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.talk is None:
             return ""
         try:
-            self.talk.detach(LET_GO_S)
+            self.talk.detach(LET_GO_S, why)
         except EngineError as error:
             return f"{error.code}: {error}"
         self.talk = None
@@ -369,8 +449,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     # The control socket:
 
     def _serve(self, hear: Callable[[list[bytes]], None]) -> None:
-        while True:
-            frames = self.server_socket.recv_multipart()
+        receive = self._make_worker_recv(self.server_socket)
+        while not self._is_over.is_set():
+            if (frames := receive()) is None:
+                continue
             try:
                 if frames[0] != TAG and (size := sum(map(len, frames))) > MOST_CONTROL_BYTES:
                     raise BadMessage(f"control message: {size} bytes, limit {MOST_CONTROL_BYTES}")
@@ -426,7 +508,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _hear_decode(self, frames: list[bytes]) -> None:
         if frames[0] == TAG:
-            self.rooms.put(unpack(frames, Metadata))
+            said: Asked | Metadata = unpack(frames, Asked | Metadata)
+            if isinstance(said, Metadata):
+                self.rooms.put(said)
+            else:  # it knows us from another role
+                self._tell_failed(said.room, [said], "this server decodes: it prefills nothing")
         elif (status := self.parse_kv_status_message(frames)) is not None:
             number, said, rank, reason = status
             if said == KVPoll.Failed:
@@ -480,10 +566,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _keep_registered(self) -> None:
         """Register an agent that comes late or moves, and tell our agent the addresses of all ranks' agents."""
-        asked_at = 0.0
-        while True:
+        asked_at, is_known = 0.0, False
+        while not self._is_over.wait(REGISTER_S if is_known else EARLY_S):
             is_known = len(self._ranks) == self._shard.tp_size * self._shard.pp_size
-            time.sleep(REGISTER_S if is_known else EARLY_S)
             try:
                 if (address := self.agent_address) != self._registered:
                     row = self._row | {"kvbridge_agent": address}
@@ -605,8 +690,10 @@ class PrefillServers(dict[str, Any]):
         return super().get(address, default) if is_asked(address) else self.stand_in or default
 
 
-def _thread(name: str, run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name=name, daemon=True).start()
+def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _check_version() -> None:
@@ -630,6 +717,28 @@ def _check_parallel(mode: Any, has_states: bool) -> None:
     for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split", "enable_cp_tp_group_sharing"):
         if getattr(parallel, name):
             raise OperatorError("context_parallel_unsupported", f"{name}: on, must be off")
+
+
+def _check_prefix_cache(queue: Any) -> None:
+    """Raise OperatorError for a prefill server's that SGLang cannot use on a decode side."""
+    scheduler = queue.scheduler
+    if not scheduler.tree_cache.supports_prefix_sharing():
+        return
+    flag = "--disaggregation-decode-enable-radix-cache"
+    if not scheduler.server_args.disaggregation_decode_enable_radix_cache:
+        reason = (
+            f"{flag}: off, must be on, or the prefix cache off (--disable-radix-cache): SGLang would lose its pages"
+        )
+        raise OperatorError("cache_unsupported", reason)
+    try:
+        validate_decode_radix_cache(
+            model_config=scheduler.model_config,
+            token_to_kv_pool=queue.token_to_kv_pool,
+            is_hybrid_swa=scheduler.is_hybrid_swa,
+            enable_hierarchical_cache=scheduler.enable_hierarchical_cache,
+        )
+    except ValueError as error:
+        raise OperatorError("cache_unsupported", str(error)) from None
 
 
 def _shard() -> Shard:

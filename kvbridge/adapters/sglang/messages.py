@@ -8,6 +8,7 @@ BadMessage, and is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -51,8 +52,8 @@ def unknown(frames: Sequence[bytes]) -> BadMessage:
     return BadMessage(f"{len(frames)} frames beginning with {bytes(frames[0][:32]) if frames else b''!r}")
 
 
-def unpack(frames: Sequence[bytes], kind: type[T]) -> T:
-    """Decode a message of this kind. Raises BadMessage."""
+def unpack(frames: Sequence[bytes], kind: type[T] | UnionType) -> T:
+    """Decode a message of this kind, or of one of these. Raises BadMessage."""
     if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MESSAGE_BYTES:
         raise unknown(frames)
     try:

@@ -114,6 +114,7 @@ def manager(role: str) -> Any:
     made.owners, made._look_at = {}, 0.0
     made.kept, made.held = KeptFetches(made), None
     made._weights, made.next_weights, made.weights_changes = "default", "", 0
+    made.server_args, made._is_over = SimpleNamespace(enable_pd_role_switch=False), threading.Event()
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made.queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)

@@ -30,7 +30,7 @@ class Standing(Talk):
 
     lets_go = False
 
-    def detach(self, within_s: float) -> None:
+    def detach(self, within_s: float, why: str) -> None:
         if not self.lets_go:
             raise EngineError("not_let_go", f"the agent lives, {within_s:g} s")
 

@@ -39,6 +39,9 @@ class StandIn:
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_healthy: bool = True
     replicas: int = 1
+    mode: str = ""  # SGLang's own role, if that is another than on the proxy's list
+    is_busy: bool = False  # so that it does not change its role
+    changes: list[str] = field(default_factory=list)  # of its role, as it is asked for them
     hangs_until: asyncio.Event | None = None  # at its health check
     looks_up: Callable[[], Any] | None = None  # awaited before its bootstrap server answers
     checks: int = 0  # of its health
@@ -120,6 +123,17 @@ class StandIn:
             return web.Response(status=404)
         lines = [f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0.0\n' for n in range(self.replicas)]
         return web.Response(text="# TYPE vllm:num_requests_running gauge\n" + "".join(lines))
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"disaggregation_mode": self.mode or self.role})
+
+    async def change(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.changes.append(asked["new_role"])
+        if self.is_busy or "decode_cuda_graph_memory_gb" not in asked:
+            return web.json_response({"success": False, "message": "instance is not idle"}, status=400)
+        self.mode = asked["new_role"]
+        return web.json_response({"success": True, "message": "ok"})
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.kind}]})
@@ -268,6 +282,8 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS, **more: Any) ->
                 app.router.add_get("/health", engine.health)
                 app.router.add_get("/v1/models", engine.models)
                 app.router.add_get("/metrics", engine.metrics)
+                app.router.add_get("/model_info", engine.model_info)
+                app.router.add_post("/pd_role_switch", engine.change)
                 app.router.add_get("/route", engine.route)
                 app.router.add_get("/kvbridge/ranks", engine.ranks)
                 runner, port = await _served(app)
