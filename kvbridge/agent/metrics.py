@@ -125,7 +125,7 @@ class Metrics:
         self._leases_unconfirmed = counter("kvbridge_leases_unconfirmed_total", text)
         text = "Pulled chunks of which receiver and sender compared the digest"
         self._compared = counter("kvbridge_chunks_compared_total", text, ["role"])
-        text = "Sampled chunks whose sender did not send its digest in time"
+        text = "Chunks that were not compared: no digest came in time, or their blocks were still written"
         self._uncompared = counter("kvbridge_chunks_uncompared_total", text)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = counter("kvbridge_digest_mismatches_total", text, ["role"])

@@ -78,7 +78,7 @@ class WatchProcess(Value):
 
 
 class Uncompared(Value):
-    """The sender sent no digests of this many sampled chunks in time."""
+    """The sender sent no digests of this many sampled chunks in time, or still writes into their blocks."""
 
     transfer: str
     chunks: int

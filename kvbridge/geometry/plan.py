@@ -136,6 +136,17 @@ class Plan:
         )
         return chunk
 
+    def whole_at(self, chunk: Chunk) -> int:
+        """From how many computed tokens on nothing that moves with this chunk is written any more.
+
+        Where blocks move whole, the last one may have tokens beyond the chunk's.
+        """
+        group_plan = self.group_plans[chunk.group_plan]
+        if group_plan.comes_last:
+            return self.end_token
+        grain = group_plan.units.grain
+        return group_plan.token_shard.token(-(-chunk.end_local // grain) * grain - 1) + 1
+
 
 class Part(Value, eq=False):
     """One chunk as one side of a plan sees it; `tables` are that side's block tables, by group."""

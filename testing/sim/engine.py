@@ -404,10 +404,10 @@ class Decode(SimEngine):
         if request.abandon_s is not None:
             self.later(request.abandon_s, lambda: self._abandon(held))
         fetch = self._fetches.find(want, None) if request.joins and is_some else None
-        if fetch is None or fetch.is_over:
-            self._fetch(held, want, ids + states)
-        else:
+        if fetch is not None and fetch.brings(want.first_token, want.end_token):
             self._join(held, want, fetch)
+        else:
+            self._fetch(held, want, ids + states)
 
     def _fetch(self, held: HeldBlocks, want: Want, ids: tuple[int, ...]) -> None:
         self._fetches.begin(held, want)

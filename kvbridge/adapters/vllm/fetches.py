@@ -38,6 +38,10 @@ class Fetch:
     def is_good(self) -> bool:
         return self.is_over and not self.has_failed
 
+    def brings(self, first_token: int, end_token: int) -> bool:
+        """Whether it is under way, and these tokens are its last: then a request for them may join."""
+        return not self.is_over and self.want.first_token <= first_token and self.want.end_token == end_token
+
 
 class Fetches:
     """Those under way. `is_waiting` says whether a request has blocks, and waits for its rows or to run with them."""

@@ -507,8 +507,8 @@ class SchedulerSide:
         if receiving.kept_tokens:
             return self._matched_kept(request, receiving, min(count, receiving.kept_tokens - computed))
         if (fetch := self._fetches.find(receiving.want, receiving.shared)) is not None:
-            receiving.shared, is_open = fetch, not fetch.is_over and computed >= fetch.want.first_token
-            can_join = is_open and count > 0 and self._tables.keeps_all
+            receiving.shared = fetch
+            can_join = count > 0 and fetch.brings(computed, computed + count) and self._tables.keeps_all
             if self._fetches.is_needed(fetch) and (self._caches_prefixes or not can_join):
                 fetch.waiting.add(request.request_id)
                 return None, False

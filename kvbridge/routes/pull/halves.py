@@ -336,10 +336,12 @@ class IncomingByPull(IncomingTransfer):
             return []
         first, reading.begun, self.is_ordered = reading.begun, self.ready, True
         compared = self.route.sampling.choose(first, self.ready)
+        growing = {each for each in compared if reading.is_growing(self.plan, each)}
         what = self.transfer, wanted.want.request, self.session.memory_id, self.plan
         tables = dict(reading.tables), wanted.tables
-        pull = Pull(*what, *tables, first, self.ready, reading.lease, wanted.want.fence, compared)
-        return [*self._renew(now), pull]
+        pull = Pull(*what, *tables, first, self.ready, reading.lease, wanted.want.fence, compared - growing)
+        uncompared: list[Action] = [Uncompared(self.transfer, len(growing))] if growing else []
+        return [*self._renew(now), *uncompared, pull]
 
     def _renew(self, now: float) -> list[Action]:
         """Renew the lease if half of it has passed; otherwise do so when it has."""
@@ -484,11 +486,14 @@ class Reading:
     session: Session
     tables: dict[int, BlockTable] = field(default_factory=dict)
     begun: int = 0  # chunks that have been read or are being read
+    tokens: int = 0  # that are computed
+    is_last: bool = False  # the sender computes no more
     unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
 
     def learn(self, answer: BlockTables, plan: Plan) -> None:
         """Add the sender's block tables. Raises KVBridgeError for blocks outside its pool or plan, or for a gap."""
         pool = self.session.peer_pool
+        self.tokens, self.is_last = max(self.tokens, answer.tokens), self.is_last or answer.is_last
         for piece in answer.blocks:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
@@ -497,3 +502,7 @@ class Reading:
             if piece.first + len(piece.ids) > (most := _end_entry(plan.end_token, table)):
                 raise PeerError("blocks_too_many", f"blocks: up to entry {piece.first + len(piece.ids)} of {most}")
             self.tables[piece.group] = table.extended(piece)
+
+    def is_growing(self, plan: Plan, chunk: int) -> bool:
+        """Whether the sender's engine may still write tokens that move with this chunk: its digest would differ."""
+        return not self.is_last and self.tokens < plan.whole_at(plan.chunk(chunk))

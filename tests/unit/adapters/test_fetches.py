@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from kvbridge_proto.engine import Abandon, Want
 
@@ -168,3 +169,13 @@ def test_no_order_of_events_gives_up_what_is_needed_or_keeps_what_is_not(caches:
             engine.fetches.forget_used()
             assert not engine.fetches._of_prompt
     assert len(seen) > 500 and ends > 10, (len(seen), ends)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "can_join"), [(0, 39, False), (16, 39, True), (32, 39, True), (16, 38, False)]
+)
+def test_a_request_joins_a_fetch_that_brings_all_it_lacks(first: int, end: int, can_join: bool) -> None:
+    fetch = Fetch(msgspec.structs.replace(want_of(1, 39), first_token=16), {})
+    assert fetch.brings(first, end) is can_join
+    fetch.is_over = True
+    assert not fetch.brings(first, end)

@@ -158,7 +158,7 @@ def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() 
 class PullingReceiver:
     """One that wants 64 tokens of P0, was told of all their blocks and is to read them."""
 
-    def __init__(self, check_every: int = 1) -> None:
+    def __init__(self, check_every: int = 1, wanted: int = 64, computed: int = 64, is_last: bool = True) -> None:
         world = World()
         engine, theirs = world.receivers[0].engine, world.senders[0].engine
         self.compared = self.differing = 0
@@ -169,11 +169,12 @@ class PullingReceiver:
         agreed = accept(welcome(session, theirs), engine, KEY)
         assert isinstance(agreed, Session)
         self.receiving.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
-        self.asked = self.receiving.want(want_of("r", 64), engine, NOW)
+        self.asked = self.receiving.want(want_of("r", wanted), engine, NOW)
         (claim,) = sent(self.asked)
         assert isinstance(claim, Claim)
-        told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
-        *_, pull = self.told(told)
+        blocks = (Blocks(0, 0, tuple(range(16))),)
+        told = BlockTables(transfer="x", tokens=computed, is_last=is_last, renewal=0, blocks=blocks)
+        *self.before, pull = self.told(told)
         assert isinstance(pull, Pull)
         self.pull = pull
 
@@ -190,6 +191,19 @@ class PullingReceiver:
         for each in (each for each in said if isinstance(each, Compared)):
             self.compared, self.differing = self.compared + each.chunks, self.differing + each.differing
         return [each for each in said if not isinstance(each, Compared)]
+
+
+@pytest.mark.parametrize(
+    ("computed", "is_last", "is_compared"), [(62, False, False), (62, True, True), (64, False, True)]
+)
+def test_what_still_changes_beside_a_chunk_is_not_compared(computed: int, is_last: bool, is_compared: bool) -> None:
+    """Where blocks move whole, the last one may have tokens beyond what is wanted."""
+    receiver = PullingReceiver(wanted=62, computed=computed, is_last=is_last)
+    plan = receiver.pull.plan
+    growing = {each for each in range(plan.chunks) if plan.chunk(each).end_local == 62}
+    assert growing and plan.pairs[0].unit_tokens == 4
+    assert receiver.pull.compared == set(range(plan.chunks)) - (set() if is_compared else growing)
+    assert (Uncompared("x", len(growing)) in receiver.before) is not is_compared
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:

@@ -12,7 +12,7 @@ import msgspec
 from kvbridge_proto.engine import Abandon, Detached
 from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
-from kvbridge.adapters.vllm.fetches import Fetches
+from kvbridge.adapters.vllm.fetches import Fetch, Fetches
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.kept import KeptAnswers
 from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLanes
@@ -36,7 +36,7 @@ from kvbridge.exchange.wants import failed
 from kvbridge.routes.pull import halves as pull_halves
 from kvbridge.routes.pull import job as fills
 from kvbridge.routes.pull import job as pull_job
-from kvbridge.routes.pull.halves import LEASE_S, IncomingByPull, OutgoingByPull, ReadLease
+from kvbridge.routes.pull.halves import LEASE_S, IncomingByPull, OutgoingByPull, Reading, ReadLease
 from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.slots import jobs as slot_jobs
 from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots, SlotReceiving, UnconfirmedTransfers
@@ -559,6 +559,8 @@ MUTATIONS: dict[str, Rule] = {
     "release_kept_while_pulled": Rule(_kept_is_released_early, SHARED + PULLED + 225, READ_WRONG, kept_until_read),
     "share_before_fence": Rule(_shared_unfenced, SHARED + PULLED, READ_WRONG, kept_at_once),
     "give_up_what_others_need": Rule(_others_forgotten, SHARED + 4, "was given up, though"),
+    "join_what_brings_less": Rule(instead(Fetch, "brings", lambda self, *_: not self.is_over), 33600921, READ_WRONG),
+    "compare_what_still_changes": Rule(instead(Reading, "is_growing", lambda *_: False), 34650052, "found other rows"),
     "keep_answers_of_ended_sessions": Rule(_nothing(KeptAnswers, "lost"), SHARED + 21, "answers that others keep"),
     "say_no_end_of_kept": Rule(_nothing(KeptAnswers, "released"), SHARED, "answers that are kept"),
 }
@@ -594,7 +596,7 @@ PROVES: dict[str, tuple[str, ...]] = {
         "reuse_at_once_after_agent_died",
         "take_back_too_soon",
     ),
-    "G4": ("skip_comparison", "release_while_digesting"),
+    "G4": ("skip_comparison", "release_while_digesting", "compare_what_still_changes"),
     "G5": (
         "free_quarantined_at_once",
         "drained_while_writing",
@@ -624,6 +626,7 @@ PROVES: dict[str, tuple[str, ...]] = {
         "take_state_of_other_tokens",
         "keep_what_is_being_fetched",
         "give_up_what_others_need",
+        "join_what_brings_less",
     ),
     "G8": ("let_go_while_used", "kernels_end_with_socket", "let_go_without_a_word"),
     "G13": (
