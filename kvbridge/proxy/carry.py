@@ -155,7 +155,7 @@ class Carrier:
             opened = await self._opened(stack, ask if is_whole else answer.first(), call)
             if isinstance(opened, Streamed) and not is_whole:
                 answer.begun_at(opened.engine.kind)
-                if opened.engine.kind not in self._fleet.moves:
+                if not self._fleet.has_other(opened.engine):
                     answer.stays = answer.stays or "no other engine"
                 events = self._moved(stack.pop_all(), stack, opened, answer, call)
                 await stack.enter_async_context(aclosing(events))

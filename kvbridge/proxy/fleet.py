@@ -260,6 +260,10 @@ class Fleet:
         kinds = Counter(each.kind for each in self._engines[Role.DECODE])
         return {kind for kind, number in kinds.items() if number > 1}
 
+    def has_other(self, engine: Backend) -> bool:
+        """Whether a decode engine on the list is of this one's kind, which may have left it."""
+        return any(each is not engine and each.kind is engine.kind for each in self._engines[Role.DECODE])
+
     def drain(self, name: str, is_draining: bool) -> list[Backend]:
         """Drain the engines of this name, of each role, or take them back. Returns them."""
         named = [each for each in self.listed() if each.name == name]
@@ -385,7 +389,7 @@ class Fleet:
         try:
             said = await self._answered(engine, "/model_info")
             role = said.get("disaggregation_mode") if isinstance(said, dict) else None
-            if role == engine.role or not (role == engine.role.other or engine.had_other_role):
+            if role != engine.role.other:  # not known: whoever has changed its line may have changed it
                 engine.had_other_role = False
                 return ""
             if not engine.had_other_role:

@@ -37,6 +37,7 @@ NEUTRAL: Body = {
     **{"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "length_penalty": 1, "tool_choice": "none"},
     **{"spaces_between_special_tokens": True, "include_reasoning": True},
 }
+OF_SGLANGS_CHATS = ("messages", "chat_template_kwargs", "separate_reasoning", "stream_reasoning")
 # The same for /generate, and for what is in its `sampling_params`.
 GENERATE_GOES_ALONG = ("lora_path", "cache_salt", "extra_key", "priority", "log_metrics", "no_logs")
 GENERATE_USED_UP = (
@@ -121,7 +122,10 @@ class MovableAnswer:
         self._given = 0  # characters that the client has
         self._ends: list[tuple[int, int]] = []  # tokens and characters up to the end of a token that is not given yet
         self._params: Body = ask.body["sampling_params"] if ask.path == GENERATE else ask.body
-        self._stops = _stops(self._params)
+        try:
+            self._stops = _stops(self._params)
+        except ValueError:  # the engine will say so, or it is too long to look for
+            self._stops, self.stays = [], self.stays or "stop"
         self._longest = max(map(len, self._stops), default=1) - 1  # that may have begun, in characters
         self._last = ""  # so many, which the client has
         self._moved = 0  # tokens of the engines before
@@ -166,7 +170,7 @@ class MovableAnswer:
             limits = {"sampling_params": _named(params, PARAMS_GO_ALONG) | limits}
             body = _named(body, GENERATE_GOES_ALONG) | {"input_ids": prompt}
         elif path == CHAT and self._kind is Kind.SGLANG:  # its completions have other defaults
-            body = _named(body, (*GOES_ALONG, *NEUTRAL, "messages", "chat_template_kwargs")) | {"input_ids": prompt}
+            body = _named(body, (*GOES_ALONG, *NEUTRAL, *OF_SGLANGS_CHATS)) | {"input_ids": prompt}
         else:
             path, body = COMPLETIONS, _named(body, GOES_ALONG) | {"prompt": prompt}
         body |= limits | {"stream": True}
@@ -360,7 +364,7 @@ def _without(fields: Fields, name: str) -> Fields:
 
 
 def _stops(body: Body) -> list[str]:
+    """Raises ValueError."""
     stop = body.get("stop")
-    if isinstance(stop, str):
-        return [stop]
-    return parse(stop, list[str]) if isinstance(stop, msgspec.Raw) else []
+    found = parse(stop, list[str] | str) if isinstance(stop, msgspec.Raw) else stop or []
+    return [found] if isinstance(found, str) else found

@@ -2,8 +2,8 @@
 
 SGLang says none of a streamed chat, and a prompt's in every event of /generate. The router asks for them with ASKED in
 `custom_params`, and takes them to mean that a server which gets prompt and answer as token ids goes on just as this one
-would. So none are said if a parser or a template's own stop strings make something else of the text, or if a penalty,
-which would not count what was in the prompt, is the server's default.
+would. So none are said if a parser or a template's own stop strings make something else of the text, or if a grammar
+of the server's own, or a penalty by its default, which would not count what was in the prompt, chooses the tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ SERVER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 EVENT = "data: {"
 NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # which would begin anew
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
@@ -86,9 +87,9 @@ def _goes_on_alike(manager: Any, call: Any) -> bool:
     custom = params.get("custom_params")
     if not (isinstance(custom, dict) and custom.get(ASKED) is True):
         return False
-    return not manager.preferred_sampling_params and all(
-        params.get(name) in (None, value) for name, value in NEUTRAL.items()
-    )
+    if manager.preferred_sampling_params or any(params.get(name) for name in GRAMMARS):
+        return False
+    return all(params.get(name) in (None, value) for name, value in NEUTRAL.items())
 
 
 def _is_plain(serving: Any, request: Any) -> bool:

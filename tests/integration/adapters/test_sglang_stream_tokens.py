@@ -97,6 +97,7 @@ async def test_of_a_chat_each_event_with_text_has_the_tokens_since_the_one_befor
         (Server(), call(repetition_penalty=1.05)),
         (Server(), call(frequency_penalty=0.1)),
         (Server(preferred_sampling_params={"top_p": 0.5}), call()),
+        (Server(), call(structural_tag="{}")),
         (Server(reasoning_parser="qwen3"), call()),
         (Server(is_parsed=True), call()),
         (Server(output=object()), call()),

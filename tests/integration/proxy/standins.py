@@ -39,7 +39,7 @@ class StandIn:
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_healthy: bool = True
     replicas: int = 1
-    mode: str = ""  # SGLang's own role, if that is another than on the proxy's list
+    mode: str = ""  # SGLang's own role, if that is another than on the proxy's list; "secret" if it wants a key
     is_busy: bool = False  # so that it does not change its role
     changes: list[str] = field(default_factory=list)  # of its role, as it is asked for them
     hangs_until: asyncio.Event | None = None  # at its health check
@@ -125,6 +125,8 @@ class StandIn:
         return web.Response(text="# TYPE vllm:num_requests_running gauge\n" + "".join(lines))
 
     async def model_info(self, _: web.Request) -> web.Response:
+        if self.mode == "secret":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"disaggregation_mode": self.mode or self.role})
 
     async def change(self, request: web.Request) -> web.Response:

@@ -312,6 +312,24 @@ def test_what_could_differ_after_a_move_stays_and_says_why(path: str, more: dict
     assert why_stays(ask(path, **more)) == reason
 
 
+@pytest.mark.parametrize(("stop", "reason"), [(["a", None], "stop"), (["a"] * 900, ""), ("x" * 2000, "")])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
+def test_stop_strings_that_cannot_be_looked_for_are_for_the_engine_to_refuse(path: str, stop: Any, reason: str) -> None:
+    more = {"sampling_params": {"stop": stop}} if path == GENERATE else {"stop": stop}
+    assert MovableAnswer(ask(path, **more)).stays == reason
+
+
+@pytest.mark.parametrize("name", ["separate_reasoning", "stream_reasoning"])
+def test_what_is_off_that_sglang_has_on_goes_along(name: str) -> None:
+    answer = MovableAnswer(ask(CHAT, max_tokens=9, **{name: False}))
+    answer.begun_at(Kind.SGLANG)
+    for event in SGLangEngine({"max_tokens": 9}, CHAT, WORDS).events([1]):
+        taken(answer, event)
+        if answer.can_be_cut:
+            break
+    assert rest_of(answer)[0][name] is False
+
+
 def test_what_an_engine_says_may_keep_an_answer_where_it_is() -> None:
     for path, change, reason in (
         (CHAT, {"delta": {"reasoning": "hm", "content": None}}, "parsed"),
@@ -494,6 +512,19 @@ async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
         metrics = await w.metrics()
         assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
         assert f'engine_outstanding{{engine="{named(first.engine)}",role="decode"}} 0.0' in metrics
+
+
+async def test_an_answer_goes_on_though_its_engine_left_before_it_began() -> None:
+    async with counting() as (w, (first, second)):
+        task = asyncio.create_task(w.ask(COMPLETIONS, BODIES[COMPLETIONS]))
+        await w.until(lambda: bool(first.engine.got))
+        left = [each for each in w.engines if each is not first.engine]
+        w.fleet.replace([read_engine(Role(each.role), f"vllm={each.url}") for each in left])
+        first.allow(1)
+        await w.until(lambda: bool(second.engine.got))
+        second.allow(100)
+        status, events = await task
+        assert status == 200 and answer_of(events) == WHOLE
 
 
 @pytest.mark.parametrize("path", OF_SGLANG)

@@ -79,3 +79,12 @@ async def test_a_server_that_somebody_else_has_changed_gets_no_requests_until_th
         listed(w, Role.PREFILL, Role.DECODE, Role.PREFILL)
         await w.until(lambda: len(w.fleet.healthy(Role.PREFILL)) == 2)
         assert not changed.changes, "there is nothing to change"
+
+
+async def test_a_server_that_does_not_say_its_role_is_whoever_changed_its_line_answers_for() -> None:
+    async with world("sglang", "sglang,sglang") as w:
+        changed = w.all("decode")[1]
+        changed.mode = "secret"
+        listed(w, Role.PREFILL, Role.DECODE, Role.PREFILL)
+        await w.until(lambda: len(w.fleet.healthy(Role.PREFILL)) == 2)
+        assert not changed.changes

@@ -186,6 +186,7 @@ UNSAID = {
     "engine/options.checked": (2, "the connector's own options"),
     "sglang/compressed.check_draft": (1, OBJECTS),
     "sglang/manager.__init__": (2, VERSION),
+    "sglang/manager._check_prefix_cache": (2, "whether its role is to change"),
     "sglang/pool._check_halves": (3, OBJECTS),
     "sglang/pool._heads": (1, OBJECTS),
     "sglang/pool._index_part": (1, OBJECTS),
