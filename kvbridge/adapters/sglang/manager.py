@@ -51,6 +51,7 @@ from .metadata import Metadata
 from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prefixes, prompt_digest, why_not_carried
+from .release import of_all_ranks
 from .rooms import OTHER_PROMPT, Rooms, endpoints
 from .servers import BadAnswer, Questions, ranks, replicas, server, why_no_server
 
@@ -72,6 +73,7 @@ SEND_S = 1.0  # how long a server that does not read may block our scheduler
 RECONNECT_S, RECONNECT_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
 MOST_CONTROL_BYTES = 1 << 16  # of SGLang's own messages: numbers, and one reason
 THREADS_END_S = 10.0  # for all threads of a manager that ends: one may wait so long for a server's answer
+TOLD_MS = 1000  # for what was said last to leave
 HANDED = "kvbridge_handed"  # an attribute of the scheduler, while its role changes
 
 
@@ -130,6 +132,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.kept = KeptFetches(self)
         self._is_over = threading.Event()  # the server has another role, and another manager
         self._attach()
+        try:
+            self._begin(args, disaggregation_mode, server_args, is_mla_backend)
+        except BaseException:
+            if self.talk is not None:
+                self.talk.close()
+            raise
+
+    def _begin(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool) -> None:
+        """What SGLang's own manager does, and our threads."""
+        queue = self.queue
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._kv_replica_factor = 1  # the agents count what they move
         self.enable_deferred_decode_kv_release = True
@@ -162,34 +174,44 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         except KVBridgeError as error:
             log.error("this server cannot %s: %s: %s", other.value, error.code, error)
             return False
+        except Exception:  # here it would end the server
+            log.exception("this server cannot %s", other.value)
+            return False
         return True
 
     def teardown(self) -> None:
         """SGLang changes the server's role. No request is under way; the next manager is made right after this.
 
-        Raises EngineError if our agent may still write pages: the server cannot go on then.
+        Raises EngineError if a rank's agent may still write pages, or a thread of ours uses the socket that is handed
+        on: the server cannot go on then.
         """
         self._is_over.set()
         if self.held is not None:
             self.held.give_back_all()
             setattr(self.queue.scheduler.tree_cache, HELD, None)
-        if reason := self.let_go("our role changes"):
-            if self.owners or self.kept:
-                raise EngineError("not_let_go", reason)
+        reason = self.let_go("our role changes")
+        may_write = bool(self.kept or (self.is_decoder and self.owners))
+        if any(reasons := of_all_ranks(self.queue.scheduler, reason if may_write else "")):
+            raise EngineError("not_let_go", next(filter(None, reasons)))
+        if reason:
             assert self.talk is not None
             log.warning("the role changes, as nothing is open that the agent could write: %s", reason)
             self.talk.close()
-        connections = [*self._socket_cache.values()]
         if self.is_decoder:
             self._heartbeat_shutdown.set()
             if self._prefill_recompute_executor is not None:
                 self._prefill_recompute_executor.shutdown(wait=False)
-            connections += self.session_pool.values()
         end = time.monotonic() + THREADS_END_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        for each in connections:
-            each.close()
+        if self._threads[0].is_alive():
+            raise EngineError("threads_left", f"the control socket is still used after {THREADS_END_S:g} s")
+        for number, asked in self.rooms.waiting():  # whose prompts have not come, or another server's
+            self._tell_failed(number, asked, "this server's role changes")
+        for connection in self._socket_cache.values():
+            connection.close(linger=TOLD_MS)
+        for session in self.session_pool.values() if self.is_decoder else ():
+            session.close()
         handed = Handed(self._zmq_ctx, self.server_socket, self.rank_port, self._weights, self.next_weights)
         setattr(self.queue.scheduler, HANDED, handed)
 

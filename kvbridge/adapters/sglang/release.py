@@ -44,7 +44,7 @@ def _release(original: Callable[..., Any], updater: Any, asked: Any) -> Any:
     if not updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused):  # SGLang's assertion ends the server
         reason = "not_idle: requests run or wait: pause and finish them first"
     reason = reason or manager.let_go()
-    if any(reasons := _of_all_ranks(updater, reason)):
+    if any(reasons := of_all_ranks(updater.scheduler, reason)):
         manager.register_buffer_to_engine()
         reason = next(filter(None, reasons))
         log.error("memory is not released: %s", reason)
@@ -67,13 +67,15 @@ def _resume(original: Callable[..., Any], updater: Any, asked: Any) -> Any:
     return original(updater, msgspec.structs.replace(asked, tags=tags))
 
 
-def _of_all_ranks(updater: Any, reason: str) -> list[str]:
-    """All ranks release, or none does: SGLang has them wait for each other. They are asked in the same turn."""
+def of_all_ranks(scheduler: Any, reason: str) -> list[str]:
+    """All ranks do it, or none does: SGLang has them wait for each other. They are asked in the same turn."""
     from sglang.srt.runtime_context import get_parallel
 
-    is_local = get_parallel().enable_dp_attention_local_control_broadcast
-    group = updater.scheduler.attn_tp_cpu_group if is_local else updater.tp_cpu_group
-    return gathered(group, reason)
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return [reason]
+    is_local = parallel.enable_dp_attention_local_control_broadcast
+    return gathered(scheduler.attn_tp_cpu_group if is_local else scheduler.tp_cpu_group, reason)
 
 
 def gathered(group: Any, reason: str) -> list[str]:

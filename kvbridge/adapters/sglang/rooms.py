@@ -91,6 +91,11 @@ class Rooms:
             room.asked[asked.endpoint, asked.dst_port] = asked
             return ""
 
+    def waiting(self) -> list[tuple[int, list[Asked]]]:
+        """All questions, by room."""
+        with self._lock:
+            return [(number, [*room.asked.values()]) for number, room in self._rooms.items() if room.asked]
+
     def whole(self, number: int) -> list[Asked] | None:
         """The questions of all decode ranks, once all have asked and the prompt is known. None before that.
 

@@ -60,7 +60,7 @@ class Released:
         )
         self.original = SchedulerWeightUpdaterManager
         self.hooks = {name.rpartition(".")[2]: hook for name, hook in release.hooks().items() if "Updater" in name}
-        monkeypatch.setattr(release, "_of_all_ranks", lambda updater, reason: [reason])
+        monkeypatch.setattr(release, "of_all_ranks", lambda scheduler, reason: [reason])
 
     def end_held(self) -> None:
         self.held[:] = [each for each in self.held if each.poll() != 0]
@@ -115,7 +115,7 @@ def test_a_release_is_refused_while_the_agent_stands_still_and_the_server_goes_o
 
 
 def test_ranks_release_together_or_not_at_all(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_of_all_ranks", lambda updater, reason: [reason, "not_let_go: of another rank"])
+    monkeypatch.setattr(release, "of_all_ranks", lambda scheduler, reason: [reason, "not_let_go: of another rank"])
     released.manager.talk.lets_go = True
     with pytest.raises(EngineError, match="of another rank"):
         told(released.ask("release"))

@@ -151,7 +151,7 @@ def test_nothing_stays_of_a_role_that_is_over(parts: tuple[Path, ExitStack], has
         assert server.side.pool.available_size() < whole and getattr(server.side.tree, HELD) is server.manager.held
         before = set(threading.enumerate())
         if len(counts) >= 2:
-            wait_for(lambda: (threading.active_count(), descriptors()) <= counts[-2], 20)
+            wait_for(lambda: threading.active_count() <= counts[-2][0] and descriptors() <= counts[-2][1], 20)
         counts.append((threading.active_count(), descriptors()))
         assert server.change() == "ok"
         assert server.side.pool.available_size() == whole and not server.agent.status.offers
@@ -179,6 +179,38 @@ def test_the_control_socket_stays_where_others_know_it(server: Server) -> None:
                 wait_for(lambda number=number: number in server.manager.rooms._rooms, 20)
     finally:
         context.destroy(linger=0)
+
+
+def test_who_waits_for_a_prompt_is_told_when_the_role_changes(server: Server) -> None:
+    context = zmq.Context()
+    back = context.socket(zmq.PULL)
+    mine = back.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        server.manager._hear_asked(asked(room=7, endpoint="127.0.0.1", dst_port=mine))
+        assert server.change() == "ok" and back.poll(20000)
+        tag, room, *_, reason = back.recv_multipart()
+        assert (tag, int(room)) == (STATUS_TAG, 7) and b"role changes" in reason
+    finally:
+        context.destroy(linger=0)
+
+
+def test_no_rank_changes_its_role_if_another_may_still_be_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbridge.adapters.sglang import manager
+
+    monkeypatch.setattr(manager, "of_all_ranks", lambda scheduler, reason: [reason, "not_let_go: the other's"])
+    assert "the other's" in server.change() and server.scheduler._pd_role_switch_unhealthy
+
+
+def test_whatever_fails_in_the_question_is_a_no(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbridge.adapters.sglang import manager
+
+    def describe(*_: Any, **__: Any) -> Any:
+        raise AttributeError("of a pool that nobody has seen in this role")
+
+    monkeypatch.setattr(manager, "describe", describe)
+    assert "does not support runtime role switch" in server.change() and server.manager.is_attached
 
 
 def test_the_weights_keep_their_name(server: Server) -> None:
@@ -231,23 +263,27 @@ def test_a_role_changes_while_the_agent_is_gone(server: Server, monkeypatch: pyt
     wait_for(lambda: server.manager.is_attached and server.is_known(), 20)
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["nothing is open", "a want is open"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("is_open", [False, True], ids=["nothing is open", "something is open"])
 def test_an_agent_that_stands_still_must_let_go_only_of_what_it_may_write(
-    server: Server, monkeypatch: pytest.MonkeyPatch, is_open: bool
+    server: Server, monkeypatch: pytest.MonkeyPatch, is_open: bool, role: str
 ) -> None:
+    """Of wants, as a decode server has them. It writes nothing that is offered."""
     from kvbridge.adapters.sglang import manager
 
     monkeypatch.setattr(manager, "LET_GO_S", 1.5)
     monkeypatch.setenv("KVBRIDGE_ENGINE_CONNECT_S", "0.1")
+    assert server.role == role or server.change() == "ok"
+    wait_for(server.is_known, 20)
     server.side.run(CHAT, 100, changes=0)
     server.agent.process.send_signal(signal.SIGSTOP)
     if is_open:
         server.manager.owners[1] = object()
-    said = server.change()
-    assert "restart required" in said and "has not let go" in said if is_open else said == "ok"
-    assert server.scheduler._pd_role_switch_unhealthy == is_open
+    said, may_write = server.change(), is_open and role == "decode"
+    assert "restart required" in said and "has not let go" in said if may_write else said == "ok"
+    assert server.scheduler._pd_role_switch_unhealthy == may_write
     server.agent.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: is_open or (server.manager.is_attached and server.is_known()), 20)
+    wait_for(lambda: may_write or (server.manager.is_attached and server.is_known()), 20)
     server.manager.owners.clear()
 
 

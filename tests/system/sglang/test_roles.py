@@ -72,6 +72,10 @@ def used(fleet: Fleet, name: str) -> tuple[int, int]:
     return len(list(Path(f"/proc/{pid}/task").iterdir())), descriptors(pid)
 
 
+def no_more(now: tuple[int, int], before: tuple[int, int]) -> bool:
+    return now[0] <= before[0] and now[1] <= before[1]
+
+
 @pytest.mark.parametrize("names", [("s16", "s64"), ("s16-plain", "s64-plain")], ids=["prefix caches", "none"])
 def test_a_pair_changes_its_roles_again_and_again(fleet: Fleet, names: tuple[str, str]) -> None:
     """Both keep what they have computed, and give it back each time. Threads or sockets that stay would add up."""
@@ -84,7 +88,8 @@ def test_a_pair_changes_its_roles_again_and_again(fleet: Fleet, names: tuple[str
         if number < 4:  # from the third on each has had each role, and all that stays
             first[sender] = used(fleet, sender), used(fleet, receiver)
         else:
-            wait_for(lambda pair=(sender, receiver): tuple(used(fleet, each) for each in pair) <= first[pair[0]], 30)
+            before = dict(zip((sender, receiver), first[sender], strict=True))
+            wait_for(lambda before=before: all(no_more(used(fleet, each), before[each]) for each in before), 30)
         changed(fleet, **{sender: "decode", receiver: "prefill"})
         assert not any(fleet.agents[name][0].status.offers for name in names)
         sender, receiver = receiver, sender
