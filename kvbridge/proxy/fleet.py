@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -255,10 +254,9 @@ class Fleet:
         return is_vllm and bool(decoding) and all(each.is_single for each in decoding)
 
     @property
-    def moves(self) -> set[Kind]:
-        """Kinds whose decode engines could give their answers to another."""
-        kinds = Counter(each.kind for each in self._engines[Role.DECODE])
-        return {kind for kind, number in kinds.items() if number > 1}
+    def moves(self) -> bool:
+        """Whether a decode engine on the list could give its answers to another."""
+        return any(map(self.has_other, self._engines[Role.DECODE]))
 
     def has_other(self, engine: Backend) -> bool:
         """Whether a decode engine on the list is of this one's kind, which may have left it."""

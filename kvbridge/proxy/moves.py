@@ -226,7 +226,8 @@ class MovableAnswer:
         generated, meta = self._generated, parse(fields["meta_info"], Fields)
         tokens, text = generated.new(fields, meta)
         self.prompt = self.prompt or _ids(fields.get("prompt_token_ids", NULL))
-        self._is_over = self._is_over or parse(meta.get("finish_reason", NULL)) is not None
+        reason = parse(meta.get("finish_reason", NULL))
+        self._is_over = self._is_over or reason is not None
         self._note(tokens, text)
         own = _without(fields, "prompt_token_ids")
         if not self._is_moved:
@@ -234,7 +235,7 @@ class MovableAnswer:
             return own
         all_tokens, prompt = list(self._tokens), self.prompt.count(b",") + 1
         whole: Body = {"prompt_tokens": prompt, "completion_tokens": len(all_tokens)}
-        if isinstance(reason := parse(meta.get("finish_reason", NULL)), dict) and type(reason.get("length")) is int:
+        if isinstance(reason, dict) and type(reason.get("length")) is int:
             whole["finish_reason"] = reason | {"length": self._moved + reason["length"]}
         if cached := parse(meta.get("cached_tokens", NULL)):
             whole["cached_tokens"] = min(prompt, int(cached))

@@ -484,6 +484,18 @@ def drain(w: World, engine: Counting) -> None:
     engine.allow(11)
 
 
+async def moved_twice(w: World, engines: list[Counting], path: str) -> Any:
+    """What a client gets whose engine drains, and whose next one dies."""
+    first, second, third = engines
+    task = await started(w, first, path)
+    second.allow(20)
+    drain(w, first)
+    await w.until(lambda: second.given == 20)
+    await second.engine.stop()
+    third.allow(100)
+    return await task
+
+
 @pytest.mark.parametrize("how", ["drained", "removed"])
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_answer_goes_on_at_another_engine(path: str, how: str) -> None:
@@ -657,14 +669,9 @@ async def test_if_an_engine_of_sglang_fails_its_answers_go_on_at_another(fails: 
 
 @pytest.mark.parametrize("path", OF_SGLANG)
 async def test_an_answer_of_sglang_moves_again_and_goes_on_if_that_engine_dies(path: str) -> None:
-    async with counting(3, kind="sglang") as (w, (first, second, third)):
-        task = await started(w, first, path)
-        second.allow(20)
-        drain(w, first)
-        await w.until(lambda: second.given == 20)
-        await second.engine.stop()
-        third.allow(100)
-        _, events = await task
+    async with counting(3, kind="sglang") as (w, engines):
+        first, second, _ = engines
+        _, events = await moved_twice(w, engines, path)
         assert answer_of(events) == WHOLE
         metrics = await w.metrics()
         assert f'moves_total{{engine="{named(first.engine)}",outcome="moved"}} 1.0' in metrics
@@ -808,14 +815,9 @@ async def test_the_draining_engine_dies(when: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_if_the_engine_dies_that_it_moved_to_it_goes_on_at_another(path: str) -> None:
-    async with counting(3) as (w, (first, second, third)):
-        task = await started(w, first, path)
-        second.allow(20)
-        drain(w, first)
-        await w.until(lambda: second.given == 20)
-        await second.engine.stop()
-        third.allow(100)
-        status, events = await task
+    async with counting(3) as (w, engines):
+        first, second, _ = engines
+        status, events = await moved_twice(w, engines, path)
         assert status == 200 and answer_of(events) == WHOLE
         _, prefill = w.prefill.got[2][:2]
         assert "awaits_kept" not in prefill["kv_transfer_params"], "nobody keeps it"
