@@ -128,8 +128,8 @@ class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends.
 
     `want` is an empty one: it declines the prompt. `shared` is a fetch of the same prompt, for another request, that
-    this one waits for or has waited for; `joins` if its rows are to be copied. `is_late`: they were there before this
-    one had blocks. `kept_tokens`: only so many are there, of what another engine keeps.
+    this one waits for or has waited for; `joins` if its rows are to be copied. `was_fetched`: they are in the prefix
+    cache, and this one computes the rest. `kept_tokens`: only so many are there, of what another engine keeps.
     """
 
     want: Want
@@ -138,7 +138,7 @@ class PromptWanted:
     first_token: int = 0
     shared: Fetch | None = None
     joins: bool = False
-    is_late: bool = False
+    was_fetched: bool = False
 
 
 class SchedulerSide:
@@ -514,9 +514,9 @@ class SchedulerSide:
                 return None, False
             receiving.joins = can_join
         shared = receiving.shared
-        is_late = shared is not None and (shared.is_good or count < self._block_tokens)
-        receiving.is_late = is_late and not receiving.joins
-        return (count, True) if count > 0 and not receiving.is_late else (0, False)
+        was_fetched = shared is not None and (shared.is_good or count < self._block_tokens)
+        receiving.was_fetched = was_fetched and not receiving.joins
+        return (count, True) if count > 0 and not receiving.was_fetched else (0, False)
 
     def _matched_kept(self, request: Request, receiving: PromptWanted, count: int) -> tuple[int | None, bool]:
         """How many of `count` tokens to fetch of what another engine keeps. None while another request fetches them."""
@@ -582,7 +582,7 @@ class SchedulerSide:
             return self._step.before.append(Abandon(number=want.number, reason="not needed"))
         if external_tokens == 0:
             self._step.before.append(want)
-            if receiving.is_late:
+            if receiving.was_fetched:
                 self._computed_here(request, "already_fetched")
             elif not self._agents.is_all:
                 self._computed_here(request, "agent_missing")
