@@ -64,8 +64,8 @@ class Stopwatch:
     def lost_s(self) -> float:
         return COSTS * (sum(self._waited()) + _stolen_s() - self._stolen)
 
-    def lost_by_one_s(self) -> float:
-        """By the thread that lost most: of what a single thread does, now and then."""
+    def slowest_thread_waited_s(self) -> float:
+        """What the thread that waited longest lost: of what a single thread does, now and then."""
         return max(self._waited()) + _stolen_s() - self._stolen
 
     def _waited(self) -> list[float]:

@@ -28,7 +28,7 @@ from tests.system.faults.world import Side, World
 DEADLINE_S = 60.0
 DEATH_HOLD_S = 3.0  # of offers that a receiver may not live to claim
 UNDISTURBED = 5
-TRIES = 20
+MOST_UNHEARD = 20  # transfers in a row for which a busy machine keeps the sender silent too long
 SPARE_TIMES = 10  # where a busy machine disturbs too late
 CALM_S, KILLED_CALM_S = 0.1, 0.2  # how long nobody may have written when the engine looks
 REBUILT_S = 60.0
@@ -100,7 +100,7 @@ class Pair:
 
         Where the receiver may not wait for a silent sender, a busy machine may need several tries.
         """
-        for _ in range(TRIES if "silence_s" in self.scale.more else 1):
+        for _ in range(MOST_UNHEARD if "silence_s" in self.scale.more else 1):
             self.world.calm()
             (number,) = self.world.begin(1, is_offered_first=True)
             if self.codes(number)[0] not in ("peer_lost", "peer_unreachable"):

@@ -114,7 +114,7 @@ class HostPair:
         waited for a processor."""
         before, watch = self._count, Stopwatch()
         next_at = time.monotonic()
-        while (seconds := watch.whole_s() - watch.lost_by_one_s()) < most_s:
+        while (seconds := watch.whole_s() - watch.slowest_thread_waited_s()) < most_s:
             if time.monotonic() >= next_at:
                 next_at += every_s
                 self.begin()

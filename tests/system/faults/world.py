@@ -273,7 +273,7 @@ class World:
                 side.hear(0.02)
             rendezvous_ids = {side.role: sorted(side.rendezvous_ids)[:8] for side in self.sides.values()}
             assert self._watch.seconds() < most_s, f"rendezvous_ids that do not end: {rendezvous_ids}"
-        lost_s = self._watch.lost_by_one_s()
+        lost_s = self._watch.slowest_thread_waited_s()
         for side in self.sides.values():
             limit = max(side.job.deadline_s, deadline_s) + LATE_S[side.role] + side.stuck_s + lost_s
             ended = [each for number, each in side.ends.items() if number >= self._since]
@@ -288,7 +288,7 @@ class World:
             codes = self.codes(DEADLINE_S if number < 4 else PATIENT_S)
             if not any(codes["sender"] + codes["receiver"]):
                 break
-            seconds = watch.whole_s() - watch.lost_by_one_s()
+            seconds = watch.whole_s() - watch.slowest_thread_waited_s()
             assert seconds < SERVES_S, f"requests do not succeed again: {codes}\n{self.receiver.agent.tail()}"
             time.sleep(0.3)
         for side in self.sides.values():  # or that it is unmapped later proves nothing
