@@ -95,6 +95,7 @@ def _row_scale(values, NEW: tl.constexpr, END: tl.constexpr):
     """fp32 [R]: for each row, the smallest scale of its form with which NEW can hold the row's largest number."""
     largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
     largest = tl.minimum(largest, MOST_IN_ROW)
+    tl.static_assert(NEW == tl.int8 or NEW == tl.float8e4nv, "no codec with a scale for each row")
     most: tl.constexpr = LARGEST_INT8 if NEW == tl.int8 else LARGEST_E4M3
     if END.scale != "fp32":
         largest = tl.maximum(largest, LEAST_IN_ROW)
@@ -149,6 +150,7 @@ def _encode(values, NEW: tl.constexpr, NATIVE: tl.constexpr):
     elif NEW == tl.float32:
         return values.to(tl.uint32, bitcast=True)
     elif NEW.primitive_bitwidth == 8:
+        tl.static_assert(NEW == tl.float8e4nv or NEW == tl.float8e5, "no such codec of 8 bits")
         if NATIVE:
             return values.to(NEW).to(tl.uint8, bitcast=True)
         elif NEW == tl.float8e5:
@@ -156,6 +158,7 @@ def _encode(values, NEW: tl.constexpr, NATIVE: tl.constexpr):
         else:
             return _round_to_fp8(values, 3, 7, LARGEST_E4M3)
     else:
+        tl.static_assert(NEW == tl.float16 or NEW == tl.bfloat16, "no such codec")
         return values.to(NEW).to(tl.uint16, bitcast=True)
 
 

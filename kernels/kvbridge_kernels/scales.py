@@ -66,7 +66,7 @@ def scaled(
 def _steps(old: str, new: str, has_old: bool, has_new: bool, old_scale: Floats, new_scale: Floats) -> Steps:
     lowest, highest = min(old_scale.min(), new_scale.min()), max(old_scale.max(), new_scale.max())
     divide = "exact" if has_new else ""
-    if has_new and new.startswith("fp8") and lowest >= FAST_FROM and highest <= FAST_TO:
+    if has_new and new in ("fp8_e4m3", "fp8_e5m2") and lowest >= FAST_FROM and highest <= FAST_TO:
         divide = "inverse" if _is_inverse_enough(old, new, old_scale, new_scale) else "fast"
     return Steps(has_old, divide)
 

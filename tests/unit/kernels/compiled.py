@@ -6,13 +6,15 @@ interpreted.py and on a GPU.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import triton
-from kvbridge_kernels import launch
+import triton.language as tl
+from kvbridge_kernels import codecs, launch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.launch import warm
 from kvbridge_kernels.prepared import Prepared
@@ -20,6 +22,7 @@ from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiles import move_tiles
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompilationError
 
 from tests.unit.kernels.chunks import Shape, chunk_of, number
 from tests.unit.kernels.pulls import INDEX_KEYS, Ends, converted, ends_of, rotated
@@ -68,6 +71,17 @@ def test_conversions(old: str, new: str, work: Work) -> None:
     cast = Cast(number(old, (2, 3)), number(new, (2, 3)))
     segments, size = chunk_of([Shape("nhd", heads=3, width=64, size=DTYPES[old].itemsize, planes=2)], 3, 5, cast)
     warm_both_ways(segments, size, work)
+
+
+@pytest.mark.parametrize(("name", "unknown"), [("fp8_e4m3", tl.float8e4b8), ("fp16", tl.uint16)])
+def test_a_codec_that_the_kernel_does_not_know_is_refused(
+    name: str, unknown: tl.dtype, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_moves(work)
+    monkeypatch.setitem(codecs.TYPES, name, unknown)
+    with pytest.raises(CompilationError) as refused:
+        test_conversions("bf16", name, work)
+    assert "no such codec" in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.parametrize("form", ["fp32", "pow2_fp32", "ue8m0_x4"])
