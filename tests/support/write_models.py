@@ -40,7 +40,9 @@ TAIL = """
 decode side `--no-enable-prefix-caching`: its prefix cache would give the block in which a window begins to other
 requests. vLLM's blocks of windows may be larger than those of full layers, and differ with TP (Gemma 4 26B: 16 tokens
 up to TP 4, 32 from TP 8 on). Llama 4's chunks: any block that divides a chunk will do. vLLM before 0.30 needs
-`--disable-hybrid-kv-cache-manager`, which keeps all tokens.
+`--disable-hybrid-kv-cache-manager`, which keeps all tokens. The rule: `start_of` in
+[cache_kinds.py](../kvbridge/cache_kinds.py); what is refused: `_other_tokens` in
+[compat.py](../kvbridge/geometry/compat.py).
 
 **Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
 `indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
