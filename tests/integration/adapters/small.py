@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 import torch
 from kvbridge_proto.pool import Step
@@ -34,6 +36,24 @@ def places(axis: tuple[Step, ...]) -> torch.Tensor:
     for step in axis:
         total = (total[:, None] + torch.arange(step.count) * step.stride).flatten()
     return total
+
+
+def whole_state(sizes: Sequence[tuple[int, ...]], first: int = 0) -> list[torch.Tensor]:
+    """A model's state in pieces of these sizes: small whole numbers, which all dtypes have. Neighbours differ."""
+    found = []
+    for place, size in enumerate(sizes):
+        count = math.prod(size)
+        found.append((torch.arange(first, first + count) % 120 + place * 0.5).reshape(size).float())
+        first += count
+    return found
+
+
+def conv_of_rank(pieces: Sequence[torch.Tensor], tp: int, rank: int) -> list[torch.Tensor]:
+    """What a rank has of a convolution's pieces [heads, channels, rows], each [channels, rows]. Of one head all do."""
+    shares = [max(1, len(piece) // tp) for piece in pieces]
+    firsts = [0 if len(piece) == 1 else rank * share for piece, share in zip(pieces, shares, strict=True)]
+    ends = zip(pieces, firsts, shares, strict=True)
+    return [piece[first : first + share].flatten(0, 1) for piece, first, share in ends]
 
 
 class Clock:

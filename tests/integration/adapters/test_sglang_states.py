@@ -39,7 +39,7 @@ from testing.carried import OnCpu, move
 from testing.oracle import take_rows
 from testing.pools import Held
 from testing.refusals import refused
-from tests.integration.adapters.small import held
+from tests.integration.adapters.small import conv_of_rank, held, whole_state
 from tests.integration.adapters.test_sglang_life import begun, manager, one_rank, pages, receiver  # noqa: F401
 from tests.integration.adapters.test_sglang_pool import (  # noqa: F401
     HEADS,
@@ -149,25 +149,17 @@ class Kind:
         return made(shape=self.shape(tp), layers=layers, dtype=Mamba2StateDType(conv=dtypes[0], temporal=dtypes[1]))
 
     def whole(self, layer: int) -> list[torch.Tensor]:
-        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
-        sizes = [(heads, channels, self.rows) for heads, channels in self.conv] + [(self.heads, self.values, self.keys)]
-        counted = np.cumsum([layer, *(int(np.prod(size)) for size in sizes)])
-        # Small whole numbers, which all dtypes have.
-        return [
-            (torch.arange(first, first + int(np.prod(size))) % 120 + place * 0.5).reshape(size).float()
-            for place, (first, size) in enumerate(zip(counted, sizes, strict=False))
-        ]
+        """The model's: each piece [heads, channels, rows], then [heads, values, keys]."""
+        sizes = [(heads, channels, self.rows) for heads, channels in self.conv]
+        return whole_state([*sizes, (self.heads, self.values, self.keys)], layer)
 
     def rank(self, layer: int, tp: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a rank has of it: the convolution [channels, rows] and the state proper."""
         *pieces, state = self.whole(layer)
-        own = []
-        for piece in pieces:
-            size = max(1, len(piece) // tp)
-            first = 0 if len(piece) == 1 else rank * size
-            own.append(piece[first : first + size].reshape(-1, self.rows))
         share = self.heads // tp
-        return torch.cat([torch.empty(0, self.rows), *own]), state[rank * share : (rank + 1) * share]
+        return torch.cat([torch.empty(0, self.rows), *conv_of_rank(pieces, tp, rank)]), state[
+            rank * share : (rank + 1) * share
+        ]
 
 
 KINDS = {

@@ -80,6 +80,25 @@ def handed_over(prefill: Engine, decode: Engine, prompt: list[int], max_tokens: 
     return decode.request(prompt=prompt, max_tokens=max_tokens, **said[0])
 
 
+def fetches_every_length(prefill: Engine, decode: Engine, lengths: Sequence[int]) -> None:
+    """More tokens than one read all that was kept open."""
+    for number, length in enumerate(lengths):
+        more = {3: 130, 300: 90}.get(length, 5)
+        request = handed_over(prefill, decode, prompt_of(length, number), more)
+        settle(prefill, decode)
+        assert decode.computed[request.request_id] == more, f"{length}: only the last was computed, and new ones"
+
+
+def preempts_all(prefill: Engine, decode: Engine, lengths: Sequence[int]) -> None:
+    """Of requests at once what was fetched goes with the blocks, and is computed again."""
+    requests = [handed_over(prefill, decode, prompt_of(length, i), 12) for i, length in enumerate(lengths)]
+    run([prefill, decode], lambda: min(decode.computed[each.request_id] for each in requests) > 2)
+    assert max(decode.computed.values()) < 20, "all were fetched"
+    assert decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    settle(prefill, decode)
+    assert all(each.is_finished() and each.num_preemptions == 1 for each in requests)
+
+
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:
     return [(i * 7919 + seed * 104729 + 13) % 50021 for i in range(tokens)]
 
@@ -90,13 +109,9 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 def test_every_length_is_fetched_and_goes_on(
     tmp_path: Path, ours: int, theirs: int, budget: int, lengths: Sequence[int]
 ) -> None:
-    """Chunks of 100 and 64 tokens end inside rows, groups and blocks. More tokens read all that was kept open."""
+    """Chunks of 100 and 64 tokens end inside rows, groups and blocks."""
     with pair(tmp_path, ours, theirs, budget=budget) as (prefill, decode):
-        for number, length in enumerate(lengths):
-            more = {3: 130, 300: 90}.get(length, 5)
-            request = handed_over(prefill, decode, prompt_of(length, number), more)
-            settle(prefill, decode)
-            assert decode.computed[request.request_id] == more, f"{length}: only the last was computed, and new ones"
+        fetches_every_length(prefill, decode, lengths)
         assert len(decode.compared) == 6, decode.compared
 
 
@@ -129,14 +144,8 @@ def test_prefixes_that_either_side_has(tmp_path: Path) -> None:
 
 
 def test_requests_at_once_of_which_all_are_preempted(tmp_path: Path) -> None:
-    """What was fetched goes with the blocks, and is computed again."""
     with pair(tmp_path, budget=256) as (prefill, decode):
-        requests = [handed_over(prefill, decode, prompt_of(124 + 5 * i, i), 12) for i in range(6)]
-        run([prefill, decode], lambda: min(decode.computed[each.request_id] for each in requests) > 2)
-        assert max(decode.computed.values()) < 20, "all were fetched"
-        assert decode.scheduler.reset_prefix_cache(reset_running_requests=True)
-        settle(prefill, decode)
-        assert all(each.is_finished() and each.num_preemptions == 1 for each in requests)
+        preempts_all(prefill, decode, range(124, 154, 5))
 
 
 def pool_of(engine: Engine, tp_rank: int = 0) -> Pool:

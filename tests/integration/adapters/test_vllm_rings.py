@@ -16,7 +16,15 @@ from kvbridge.errors import OperatorError
 from testing.refusals import refused
 from tests.integration.adapters.compressed import MXFP4_KEY, Engine
 from tests.integration.adapters.rings import BLOCK, v41
-from tests.integration.adapters.test_vllm_compressed import handed_over, pair, pool_of, prompt_of, run, settle
+from tests.integration.adapters.test_vllm_compressed import (
+    fetches_every_length,
+    handed_over,
+    pair,
+    pool_of,
+    preempts_all,
+    prompt_of,
+    settle,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -32,11 +40,7 @@ def test_every_length_is_fetched_and_goes_on(
     tmp_path: Path, ours: int, theirs: int, budget: int, lengths: Sequence[int]
 ) -> None:
     with pair(tmp_path, ours, theirs, budget=budget, **V41) as (prefill, decode):
-        for number, length in enumerate(lengths):
-            more = {3: 130, 300: 90}.get(length, 5)
-            request = handed_over(prefill, decode, prompt_of(length, number), more)
-            settle(prefill, decode)
-            assert decode.computed[request.request_id] == more, f"{length}: only the last was computed, and new ones"
+        fetches_every_length(prefill, decode, lengths)
         assert len(decode.compared) == 5, decode.compared
 
 
@@ -90,13 +94,8 @@ def test_a_ring_whose_rows_are_of_unknown_tokens_is_refused(tmp_path: Path) -> N
 
 
 def test_requests_at_once_of_which_all_are_preempted(tmp_path: Path) -> None:
-    """What was fetched goes with the blocks, and is computed again."""
     with pair(tmp_path, budget=256, **V41) as (prefill, decode):
-        requests = [handed_over(prefill, decode, prompt_of(124 + 5 * i, i), 12) for i in range(4)]
-        run([prefill, decode], lambda: min(decode.computed[each.request_id] for each in requests) > 2)
-        assert decode.scheduler.reset_prefix_cache(reset_running_requests=True)
-        settle(prefill, decode)
-        assert all(each.is_finished() and each.num_preemptions == 1 for each in requests)
+        preempts_all(prefill, decode, range(124, 144, 5))
 
 
 def test_prefixes_that_either_side_has(tmp_path: Path) -> None:

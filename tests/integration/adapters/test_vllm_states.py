@@ -51,7 +51,7 @@ from kvbridge.geometry.overlap import overlaps
 from testing.carried import OnCpu, move
 from testing.pools import Held
 from testing.refusals import refused
-from tests.integration.adapters.small import held
+from tests.integration.adapters.small import conv_of_rank, held, whole_state
 from tests.integration.adapters.test_vllm_decode_side import done, told_of_an_offer
 from tests.integration.adapters.world import BLOCK, World
 
@@ -122,24 +122,14 @@ class Side:
     more: int = 0  # rows of the convolution, for drafts
 
     def whole(self, kind: Kind) -> list[torch.Tensor]:
-        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
+        """The model's: each piece [heads, channels, rows], then [heads, values, keys]."""
         sizes = [(heads, channels, ROWS) for heads, channels in kind.conv]
-        sizes += [(kind.heads, kind.values, kind.keys)] if kind.heads else []
-        counted = np.cumsum([0, *(int(np.prod(size)) for size in sizes)])
-        # Small whole numbers, which all dtypes have.
-        return [
-            (torch.arange(first, first + int(np.prod(size))) % 120 + place * 0.5).reshape(size).float()
-            for place, (first, size) in enumerate(zip(counted, sizes, strict=False))
-        ]
+        return whole_state([*sizes, (kind.heads, kind.values, kind.keys)] if kind.heads else sizes)
 
     def rank(self, kind: Kind, rank: int, fill: int) -> torch.Tensor:
         """One block's bytes of a rank as vLLM packs them; what a prompt does not leave is `fill`."""
-        whole, own, found = self.whole(kind), [], []
-        for piece in whole[: len(kind.conv)]:
-            size = max(1, len(piece) // self.tp)
-            first = 0 if len(piece) == 1 else rank * size
-            own.append(piece[first : first + size].reshape(-1, ROWS))
-        if own:
+        whole, found = self.whole(kind), []
+        if own := conv_of_rank(whole[: len(kind.conv)], self.tp, rank):
             conv = torch.cat(own).to(self.dtypes[0])  # [channels, rows]
             rows = ROWS + (0 if kind.backend in WITHOUT_DRAFT_ROWS else self.more)
             kept = torch.full((len(conv), rows), fill, dtype=torch.uint8).repeat_interleave(2, 1)
