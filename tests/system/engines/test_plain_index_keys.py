@@ -12,7 +12,6 @@ import pytest
 from demo.model import KV_HEADS, LAYERS
 from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.engines.halfway import Interrupted, Pairs
 from tests.system.engines.kinds import write_plain_sparse
 from tests.system.sglang.rows import assert_carried
 
@@ -59,12 +58,6 @@ def test_what_the_receiver_has_in_its_prefix_cache_is_not_fetched_again(minimax:
     answer, ours, theirs = minimax.crossed("large", "two-large", longer)
     assert answer.cached == len(longer) - 1
     assert_carried(ours, theirs)
-
-
-class TestInterrupted(Interrupted):
-    @pytest.fixture
-    def pairs(self, minimax: Fleet) -> Pairs:
-        return Pairs(minimax, ("large", "two-large"), ("two-large", "large"))
 
 
 @pytest.mark.parametrize("block_tokens", [128, 256])

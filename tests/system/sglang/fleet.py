@@ -234,6 +234,31 @@ def assert_says_the_same(fleet: Fleet, sender: str, receiver: str, lengths: Sequ
     assert_idle(fleet, sender, receiver)
 
 
+def assert_rows_come(
+    fleet: Fleet, sender: str, receiver: str, lengths: Sequence[int], row: Mapping[tuple[int, str], tuple[int, int]]
+) -> None:
+    """The same, of rows with so many heads and bytes by layer and part. If they are converted, tokens may differ."""
+    for number, length in enumerate(lengths):
+        tokens = prompt(length, seed=seed_of(sender, receiver, number))
+        ((room, answer),) = fleet.ask(sender, receiver, [tokens])
+        given, taken = fleet.rows(sender, receiver, room)
+        rows.assert_carried(given, taken)
+        assert {key: each.shape for key, each in given.rows.items()} == {key: (length, *row[key]) for key in row}
+        if given.codec == taken.codec:
+            fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)
+
+
+def assert_prefixes_serve(fleet: Fleet, sender: str, receiver: str) -> None:
+    """Two prompts begin as an earlier one, which both sides have."""
+    head = prompt(300, seed=4000)
+    fleet.crossed(sender, receiver, head)
+    for more in (1, 90):
+        tokens = head + prompt(more, seed=4000 + more)
+        (answer,) = fleet.crossed(sender, receiver, tokens)
+        fleet.assert_same_as_alone(tokens, answer)
+
+
 def assert_works(fleet: Fleet, sender: str, receiver: str, seed: int, timeout_s: float = 20.0) -> None:
     """Nothing is held, so long after whatever was wrong, and the next prompt is carried."""
     assert_idle(fleet, sender, receiver, timeout_s=timeout_s)

@@ -11,10 +11,9 @@ import pytest
 
 from demo.model import LAYERS
 from testing.kept import kept
-from tests.system.engines.kinds import write_sparse
-from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.engines.kinds import LATENT, ROPE, write_sparse
+from tests.system.sglang.fleet import Fleet, assert_prefixes_serve, assert_rows_come
 from tests.system.sglang.halfway import Interrupted, Pair
-from tests.system.sglang.rows import assert_carried
 from tests.system.sglang.server import ServerConfig
 from tests.system.sglang.test_latents import YARN
 
@@ -33,25 +32,15 @@ sparse = kept(Fleet, write=write, changes=CHANGES, others=OTHERS)
 @pytest.mark.parametrize(("sender", "receiver"), [("p64", "d64"), ("p64", "d64-two"), ("p64-two", "d64")])
 def test_every_rank_gets_the_index_keys(sparse: Fleet, sender: str, receiver: str) -> None:
     """Read by the tests' own reading of pages; what is decoded is what one server alone says."""
-    for length in (1, 17, 64, 300):
-        tokens = prompt(length, seed=length * 10 + sum(map(ord, sender + receiver)))
-        ((room, answer),) = sparse.ask(sender, receiver, [tokens])
-        given, taken = sparse.rows(sender, receiver, room)
-        assert_carried(given, taken)
-        assert {layer for layer, part in taken.rows if part == "index_key"} == set(INDEXED)
-        assert {layer for layer, part in taken.rows if part == "latent"} == set(range(LAYERS))
-        assert {rows.shape[1:] for (_, part), rows in given.rows.items() if part == "index_key"} == {(1, 128)}
-        sparse.assert_same_as_alone(tokens, answer)
-    assert_idle(sparse, sender, receiver)
+    row = {(layer, "latent"): (1, 2 * (LATENT + ROPE)) for layer in range(LAYERS)}
+    row |= {
+        (layer, part): (1, size) for layer in INDEXED for part, size in (("index_key", 128), ("index_key_scale", 4))
+    }
+    assert_rows_come(sparse, sender, receiver, (1, 17, 64, 300), row)
 
 
 def test_prefixes_on_both_sides(sparse: Fleet) -> None:
-    head = prompt(200, seed=4000)
-    sparse.crossed("p64", "d64", head)
-    for more in (1, 90):
-        tokens = head + prompt(more, seed=4000 + more)
-        (answer,) = sparse.crossed("p64", "d64", tokens)
-        sparse.assert_same_as_alone(tokens, answer)
+    assert_prefixes_serve(sparse, "p64", "d64")
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
+from demo.model import LAYERS
 from testing.kept import kept
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
-from tests.system.sglang.fleet import Fleet, assert_idle, prompt
-from tests.system.sglang.rows import assert_carried
+from tests.system.sglang.fleet import Fleet, assert_rows_come
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -25,13 +25,5 @@ latents = kept(Fleet, write=partial(write_latent, rope_scaling=YARN))
     ("sender", "receiver"), [("p16", "d16"), ("p16-two", "d16"), ("p16", "d16-two"), ("p16", "d64-bf16")]
 )
 def test_every_rank_gets_the_latent(latents: Fleet, sender: str, receiver: str) -> None:
-    for length in (1, 17, 300):
-        tokens = prompt(length, seed=length * 100 + sum(map(ord, sender + receiver)))
-        ((room, answer),) = latents.ask(sender, receiver, [tokens])
-        given, taken = latents.rows(sender, receiver, room)
-        assert_carried(given, taken)
-        assert {part for _, part in taken.rows} == {"latent"}
-        assert {rows.shape[1:] for rows in given.rows.values()} == {(1, 4 * (LATENT + ROPE))}
-        if given.codec == taken.codec:
-            latents.assert_same_as_alone(tokens, answer)
-    assert_idle(latents, sender, receiver)
+    latent = {(layer, "latent"): (1, 4 * (LATENT + ROPE)) for layer in range(LAYERS)}
+    assert_rows_come(latents, sender, receiver, (1, 17, 300), latent)
