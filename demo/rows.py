@@ -65,9 +65,9 @@ def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPE
     return SavedRows(joined, codec)
 
 
-def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
+def wait_room(folder: Path) -> int:
     """Wait until a decode engine has left rows here. Returns the request's room. Raises OperatorError (`no_rows`)."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + APPEAR_S
     while not (found := list(folder.glob("decode-*-0.npz"))):
         if time.monotonic() > end:
             raise OperatorError("no_rows", "the decoding engine left no rows")

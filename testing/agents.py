@@ -79,8 +79,8 @@ class Client:
             assert not self.is_closed, f"the agent closed the connection; heard {self.heard}"
             assert left > 0 and self.hear(left), f"no {kinds} for {request} in {seconds} s; heard {self.heard}"
 
-    def wait_closed(self, seconds: float = ANSWER_S) -> None:
-        end = time.monotonic() + seconds
+    def wait_closed(self) -> None:
+        end = time.monotonic() + ANSWER_S
         while not self.is_closed:
             assert self.hear(max(0.0, end - time.monotonic())), "the agent did not close the connection"
 
@@ -236,9 +236,9 @@ class OracleEngine(SyntheticEngine):
         answer: Released = self.told(Released, request=request, seconds=seconds)
         return answer
 
-    def wait_closed(self, seconds: float = ANSWER_S) -> None:
+    def wait_closed(self) -> None:
         """Until the agent has closed the connection."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + ANSWER_S
         while not self.client.has_ended:
             assert time.monotonic() < end, "the agent did not close the connection"
             self.hear(0.02)

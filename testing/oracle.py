@@ -148,22 +148,22 @@ def _field(held: Held, plane: Plane) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(held.memory[plane.region][plane.offset :], shape, strides)
 
 
-def _index(plane: Plane, places: np.ndarray, heads: slice) -> tuple[Any, ...]:
+def _index(plane: Plane, places: np.ndarray) -> tuple[Any, ...]:
     counts = [step.count for step in plane.token_axis]
     units = int(np.prod(counts))
-    return (places // units, *np.unravel_index(places % units, counts), heads)
+    return (places // units, *np.unravel_index(places % units, counts))
 
 
-def take_rows(held: Held, plane: Plane, places: np.ndarray, heads: slice = slice(None)) -> np.ndarray:
+def take_rows(held: Held, plane: Plane, places: np.ndarray) -> np.ndarray:
     """Rows at these places: bytes [place, head, row]."""
-    found = _field(held, plane)[_index(plane, places, heads)]
+    found = _field(held, plane)[_index(plane, places)]
     return found.reshape(len(places), found.shape[1], plane.codec.row_bytes)
 
 
-def put_rows(held: Held, plane: Plane, places: np.ndarray, what: np.ndarray, heads: slice = slice(None)) -> None:
+def put_rows(held: Held, plane: Plane, places: np.ndarray, what: np.ndarray) -> None:
     """Write bytes [place, head, row] at these places."""
     field = _field(held, plane)
-    field[_index(plane, places, heads)] = what.reshape(*what.shape[:2], *field.shape[2 + len(plane.token_axis) :])
+    field[_index(plane, places)] = what.reshape(*what.shape[:2], *field.shape[2 + len(plane.token_axis) :])
 
 
 def places_of(table: Sequence[int], tokens: range, block_tokens: int) -> np.ndarray:

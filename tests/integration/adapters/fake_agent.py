@@ -171,10 +171,10 @@ def fake_pidfd(end: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def squatter(path: Path, uid: int = 65534) -> Iterator[tuple[int, Callable[[], bytes]]]:
+def squatter(path: Path) -> Iterator[tuple[int, Callable[[], bytes]]]:
     """Another user who listens in an agent's place: its pid, and what the next that connects says first. Needs root."""
     command = ["/usr/bin/env", "python3", "-c", SQUATTER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, user=uid, group=uid) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, user=65534, group=65534) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"up\n"
             lines = process.stdout

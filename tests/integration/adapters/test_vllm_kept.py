@@ -59,10 +59,8 @@ def prefixes(tokens: list[int]) -> tuple[bytes, ...]:
     return PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)
 
 
-def kept_of(tokens: list[int], name: str = "kept-1", sender: str = THEIRS) -> KeptBy:
-    return KeptBy(
-        sender=sender, rendezvous=name, prefixes=PromptDigest(()).prefixes(tokens, PREFIX_TOKENS, MOST_PREFIXES)
-    )
+def kept_of(tokens: list[int], name: str = "kept-1") -> KeptBy:
+    return KeptBy(sender=THEIRS, rendezvous=name, prefixes=prefixes(tokens))
 
 
 # Decode:

@@ -32,12 +32,12 @@ def fp8_world(folder: Path, layer: SimpleNamespace, **more: Any) -> World:
     return world.ready()
 
 
-def calibrated(folder: Path, scale: float = 0.25) -> World:
+def calibrated(folder: Path) -> World:
     """The layer takes its scale from the first forward, as by `Attention.calc_kv_scales` of vLLM 0.26."""
     layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, calculate_kv_scales=True)
 
     def forward() -> None:
-        layer._k_scale_float, layer.calculate_kv_scales = scale, False
+        layer._k_scale_float, layer.calculate_kv_scales = 0.25, False
 
     return fp8_world(folder, layer, on_forward=forward)
 

@@ -98,11 +98,11 @@ async def test_a_link_that_is_lost_is_not_told_of_an_engine(world: World) -> Non
     assert not link.said(Goodbye)
 
 
-def needs_no_handshake(sender: OracleEngine, receiver: OracleEngine, address: str = "") -> None:
+def needs_no_handshake(sender: OracleEngine, receiver: OracleEngine) -> None:
     """The first request of this pair costs as many handshakes as the second: none."""
     before = handshakes(receiver.agent), handshakes(sender.agent)
     for request in ("first", "second"):
-        assert isinstance(answer := carry(sender, receiver, request, address=address), Done), answer
+        assert isinstance(answer := carry(sender, receiver, request), Done), answer
         assert (handshakes(receiver.agent), handshakes(sender.agent)) == before
 
 

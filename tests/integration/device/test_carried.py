@@ -76,12 +76,12 @@ def test_the_same_layout_other_ranks_and_slots_of_any_size(case: Case) -> None:
 SHAPE = Shape(kv_heads=4, key_width=16, value_width=32, blocks=6, codec="fp8_row_scale", layout="hnd")
 
 
-def scaled_moves(pool: Pool, heads: int = 2) -> list[Move]:
+def scaled_moves(pool: Pool) -> list[Move]:
     """Two heads of every K of a pool, as plain numbers."""
     planes = {(plane.layer, plane.part): plane for plane in pool.planes}
     plain = msgspec.structs.replace(planes[0, "k"].codec, name="fp32", element_bytes=4, row_bytes=64)
     return [
-        Move(planes[layer, "k"], 1, heads, plain, 4096 * layer, np.arange(5), 1, planes[layer, "k_scale"])
+        Move(planes[layer, "k"], 1, 2, plain, 4096 * layer, np.arange(5), 1, planes[layer, "k_scale"])
         for layer in range(2)
     ]
 

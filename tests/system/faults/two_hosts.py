@@ -109,14 +109,14 @@ class HostPair:
         self.sender.wait_for("ended")
         return self.receiver.wait_for("ended")
 
-    def seconds_to_success(self, most_s: float, every_s: float = 0.25) -> float:
+    def seconds_to_success(self, most_s: float) -> float:
         """How long until a want ends well that was begun now or later, one every so often. Less what one of our threads
         waited for a processor."""
         before, watch = self._count, Stopwatch()
         next_at = time.monotonic()
         while (seconds := watch.whole_s() - watch.slowest_thread_waited_s()) < most_s:
             if time.monotonic() >= next_at:
-                next_at += every_s
+                next_at += 0.25
                 self.begin()
             ended = [each for each in self._heard() if each["event"] == "ended" and each["rendezvous"] > before]
             if not all(each["code"] for each in ended):

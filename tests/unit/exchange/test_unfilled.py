@@ -20,8 +20,8 @@ def prefilling(drafts: int = 0, ranks: int = 1) -> list[Pool]:
     return [make_pool("prefill", rank, ranks, 4, layers=LAYERS + drafts, drafts=drafts) for rank in range(ranks)]
 
 
-def done_of(world: World, request: str = "r") -> Done:
-    (answer,) = (each.answers[request] for each in world.receivers)
+def done_of(world: World) -> Done:
+    (answer,) = (each.answers["r"] for each in world.receivers)
     assert isinstance(answer, Done), answer
     return answer
 

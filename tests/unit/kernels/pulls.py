@@ -135,11 +135,11 @@ JOINED = {
 }
 
 
-def check_joined(by: Move, ends: Ends, chunks: int = 3, device: str = "cpu") -> None:
+def check_joined(by: Move, ends: Ends) -> None:
     """The same rows in one chunk, and in so many that share launches, each with as many places."""
-    senders, receivers, size = ends
-    ours, whole, parts = on(senders, device), on(receivers, device), on(receivers, device)
-    by(Prepared(ours, whole, size).chunk, work_on(device))
+    (senders, receivers, size), chunks = ends, 3
+    ours, whole, parts = on(senders, "cpu"), on(receivers, "cpu"), on(receivers, "cpu")
+    by(Prepared(ours, whole, size).chunk, work_on("cpu"))
 
     def nth(segments: list[Segment], number: int) -> list[Segment]:
         found, lists = [], dict[int, Places]()
@@ -154,9 +154,9 @@ def check_joined(by: Move, ends: Ends, chunks: int = 3, device: str = "cpu") -> 
     prepared = [Prepared(nth(ours, i), nth(parts, i), size // chunks) for i in range(chunks)]
     together = joined([prepared[0].at(*each.chunk.places) for each in prepared])
     assert together.chunks == chunks
-    by(together, work_on(device))
+    by(together, work_on("cpu"))
     assert_same_memory(parts, parts[0].field.memory.cpu(), whole[0].field.memory.cpu())
     assert not torch.equal(parts[0].field.memory.cpu(), receivers[0].field.memory)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    sums = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=f"sums: one for {chunks} chunks"):
-        by(together, work_on(device), None, sums)
+        by(together, work_on("cpu"), None, sums)
