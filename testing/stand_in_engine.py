@@ -2,7 +2,8 @@
 
 It has as many ranks as vLLM would have, with `--nnodes` in several pods, of which the first leads. Over HTTP: GET
 /health, once all ranks are attached; POST /offer, which answers an agent's address; POST /want with the address of an
-agent to fetch from, which answers what is wrong, if anything. The pods of one engine ask each other so, too.
+agent to fetch from, which answers what is wrong, if anything. The pods of one engine ask each other so, too. POST
+/v1/completions is one of these two, as the request's `kv_transfer_params` say; whatever the prompt, one of 128 tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import time
 from http.server import HTTPServer
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from kvbridge_proto.engine import Attached
@@ -72,14 +75,16 @@ class Rank:
         assert isinstance(answer := self.engine.attach(), Attached), answer
         self._table = TABLE[: TOKENS // held.pool.groups[0].block_tokens]
 
-    def offer(self) -> None:
+    def offer(self, name: str) -> None:
         fill(self.engine.held, self._table, range(TOKENS))
-        self.engine.offer("r", self._table, TOKENS)
+        self.engine.offer(name, self._table, TOKENS)
 
-    def want(self, sender: str) -> str:
+    def want(self, name: str, sender: str) -> str:
+        for region in self.engine.held.memory:
+            region[:] = 0  # what an earlier one brought
         before = self.engine.held.copy()
-        self.engine.want("r", sender, self._table, range(TOKENS))
-        self.engine.done("r")
+        self.engine.want(name, sender, self._table, range(TOKENS))
+        self.engine.done(name)
         return mismatch(self.engine.held, before, self._table, range(TOKENS))
 
 
@@ -121,14 +126,27 @@ class StandIn:
         self._is_introduced = True
         return "".join(self._by_others("introduce", said))
 
-    def offer(self, said: str) -> str:
+    def offer(self, name: str) -> str:
         for each in self.ranks:
-            each.offer()
-        self._by_others("offer", said)
+            each.offer(name)
+        self._by_others("offer", name)
         return self.ranks[0].engine.agent.address
 
-    def want(self, sender: str) -> str:
-        return "".join([*(each.want(sender) for each in self.ranks), *self._by_others("want", sender)])
+    def want(self, said: str) -> str:
+        name, sender = json.loads(said)
+        return "".join([*(each.want(name, sender) for each in self.ranks), *self._by_others("want", said)])
+
+    def complete(self, params: dict[str, Any]) -> dict[str, Any]:
+        """As vLLM answers a proxy's prefill leg or its decode leg."""
+        answer: dict[str, Any] = {"choices": [{"index": 0, "text": " be", "finish_reason": "length", "token_ids": [7]}]}
+        if params.get("do_remote_decode"):
+            name = str(params["bootstrap_room"])
+            place = urlsplit(self.offer(name))
+            told = {"remote_host": place.hostname, "remote_port": place.port, "remote_request_id": name}
+            return answer | {"kv_transfer_params": {"do_remote_prefill": True, **told}}
+        sender = f"tcp://{params['remote_host']}:{params['remote_port']}"
+        assert (wrong := self.want(json.dumps([params["remote_request_id"], sender]))) == "", wrong
+        return answer
 
     def _by_others(self, what: str, said: str) -> list[str]:
         return [asked(each, what, said) for each in self._others]
@@ -146,6 +164,8 @@ def main() -> None:
             try:
                 if self.path == "/join":
                     self.answer(200, engine.join(self.client_address[0], said))
+                elif self.path == "/v1/completions":
+                    self.answer(200, engine.complete(json.loads(said)["kv_transfer_params"]))
                 else:
                     do = {"/introduce": engine.introduce, "/offer": engine.offer, "/want": engine.want}[self.path]
                     self.answer(200, do(said))

@@ -10,6 +10,7 @@ SGLANG = "tests/system/sglang/test_walkthrough.py::test_the_page_carries_a_promp
 CROSS = "tests/system/cross/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_engine_to_the_other"
 REPLICAS = "tests/system/engines/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
 HOSTS = "tests/system/engines/test_two_hosts.py::test_the_page_spreads_prompts_over_replicas_of_two_hosts"
+NODES = "tests/system/test_two_nodes.py::test_the_page_carries_a_prompt_from_one_node_to_the_other"
 SGLANG_REPLICAS = "tests/system/sglang/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
 ROUTERS = "its flags, with other addresses: tests/system/routers/test_routers.py"
 GPUS = f"needs GPUs; its names: {PAGES}::test_either_kind_of_machine_sets_what_both_kinds_run"
@@ -47,6 +48,8 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),
+        ("kubectl label", NODES),
+        ("kubectl -n kvbridge get pods", NODES),
         ("make chart", "tests/system/test_chart.py::test_helm_takes_the_commands_of_the_page"),
         ("docker build", "needs docker and a registry; its file: tests/system/test_deploy.py"),
         ("FROM vllm", "an image that nobody has here"),
@@ -80,6 +83,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("python -m smg", ROUTERS),
         ("python -m sglang_router", ROUTERS),
         ("python -m sglang_router", ROUTERS),
+        ("kvbridge proxy", ROUTERS),
         ("kubectl label", "needs a cluster; the labels: tests/integration/commands/test_cli.py"),
         ("KEY=", "as Python: tests/system/routers/test_pairing.py"),
     ],

@@ -39,6 +39,7 @@ AGENT_ENVIRONMENT = {
 OF_HOST = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 OF_ETC = ("passwd", "group", "nsswitch.conf", "hosts", "ld.so.cache", "alternatives")
 STAND_IN = "testing.stand_in_engine"
+CABLE = ("192.0.2.1", "192.0.2.2")  # of two nodes
 
 
 def why_not() -> str:
@@ -47,43 +48,61 @@ def why_not() -> str:
         return "pods need root"
     if missing := [each for each in ("ip", "unshare", "nsenter", "setpriv", "curl") if shutil.which(each) is None]:
         return f"needs {' and '.join(missing)}"
-    with suppress(AssertionError), node("10.0.0.0/30"):
+    with suppress(AssertionError), nodes("10.0.0.0/30"):
         return ""
     return "no network namespace can be made, or no bridge in it"
 
 
 class Node:
-    """A network of pods: a bridge with the node's own address, from which a kubelet probes."""
+    """A host of pods: their bridge with the host's own address, from which a kubelet probes."""
 
-    def __init__(self, name: str, network: ipaddress.IPv4Network) -> None:
+    def __init__(self, name: str, network: ipaddress.IPv4Network, services: dict[str, list[str]]) -> None:
         self.name = name
         self.network = network
-        self.services: dict[str, list[str]] = {}  # the addresses behind each headless Service, as pods look it up
+        self.services = services  # the addresses behind each name, as pods of all nodes look it up
         self._hosts = network.hosts()
         self.address = str(next(self._hosts))
 
     def next_address(self) -> str:
         return str(next(self._hosts))
 
+    def inside(self, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *command]
+
     def asked(self, url: str, timeout_s: float, body: str | None = None) -> tuple[int, str]:
         """The status of an HTTP request from the node, and the answer; 0 if there was none."""
-        command = ["ip", "netns", "exec", self.name, "curl", "-s", "--max-time", str(timeout_s)]
-        command += ["-w", "\n%{http_code}", url, *(["-d", body] if body is not None else [])]
-        text, _, code = subprocess.run(command, capture_output=True, text=True).stdout.rpartition("\n")
+        command = ["curl", "-s", "--max-time", str(timeout_s), "-w", "\n%{http_code}", url]
+        command += ["-d", body] if body is not None else []
+        text, _, code = subprocess.run(self.inside(*command), capture_output=True, text=True).stdout.rpartition("\n")
         return int(code or 0), text
 
 
 @contextmanager
-def node(network: str) -> Iterator[Node]:
-    made = Node(f"kvb-{os.getpid()}-node", ipaddress.IPv4Network(network))
+def nodes(*networks: str) -> Iterator[list[Node]]:
+    """One for each network of pods, or two. Between two, packets of pods are routed by the hosts, by a cable."""
+    services: dict[str, list[str]] = {}
+    made = [
+        Node(f"kvb-{os.getpid()}-node-{i}", ipaddress.IPv4Network(each), services) for i, each in enumerate(networks)
+    ]
     try:
-        run("ip", "netns", "add", made.name)
-        run("ip", "-n", made.name, "link", "add", "pods", "type", "bridge")
-        run("ip", "-n", made.name, "addr", "add", f"{made.address}/{made.network.prefixlen}", "dev", "pods")
-        run("ip", "-n", made.name, "link", "set", "pods", "up")
+        for each in made:
+            run("ip", "netns", "add", each.name)
+            run("ip", "-n", each.name, "link", "set", "lo", "up")
+            run("ip", "-n", each.name, "link", "add", "pods", "type", "bridge")
+            run("ip", "-n", each.name, "addr", "add", f"{each.address}/{each.network.prefixlen}", "dev", "pods")
+            run("ip", "-n", each.name, "link", "set", "pods", "up")
+            run(*each.inside("sysctl", "-q", "net.ipv4.ip_forward=1"))
+        if len(made) > 1:
+            first, second = made
+            run("ip", "-n", first.name, "link", "add", "hosts", "type", "veth", "peer", "hosts", "netns", second.name)
+            for own, other, (ours, theirs) in (first, second, CABLE), (second, first, CABLE[::-1]):
+                run("ip", "-n", own.name, "addr", "add", ours, "peer", theirs, "dev", "hosts")
+                run("ip", "-n", own.name, "link", "set", "hosts", "up")
+                run("ip", "-n", own.name, "route", "add", str(other.network), "via", theirs)
         yield made
     finally:
-        subprocess.run(["ip", "netns", "del", made.name], capture_output=True)
+        for each in made:
+            subprocess.run(["ip", "netns", "del", each.name], capture_output=True)
 
 
 class Pod:
@@ -104,7 +123,7 @@ class Pod:
     ) -> None:
         self.node, self.folder, self.name, self.spec = node, folder, name, template["spec"]
         self._given = given
-        self._volumes = [*self.spec["volumes"], *({"name": each, "emptyDir": {}} for each in claimed)]
+        self._volumes = [*self.spec.get("volumes", []), *({"name": each, "emptyDir": {}} for each in claimed)]
         self.ip = node.next_address()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._files = files
@@ -147,7 +166,7 @@ class Pod:
 
     def _user(self, container: dict[str, Any]) -> tuple[int, int, int]:
         said = self.spec["securityContext"] | container.get("securityContext", {})
-        return said["runAsUser"], said["runAsGroup"], self.spec["securityContext"]["fsGroup"]
+        return said["runAsUser"], (group := said.get("runAsGroup", 0)), said.get("fsGroup", group)
 
     # Its life:
 
@@ -188,9 +207,17 @@ class Pod:
     def kill(self, name: str) -> None:
         """Kill all processes of a container."""
         process = self.running[name]
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        subprocess.run(["kill", "-KILL", *children], check=True)
+        subprocess.run(["kill", "-KILL", *_children(process.pid)], check=True)
         process.wait(10)
+
+    def asked(self, name: str, command: Sequence[str]) -> str:
+        """What a command says that runs in a container, as its user. It must succeed."""
+        container = self.container(name)
+        (first,) = _children(self.running[name].pid)
+        inside = ["nsenter", f"--target={first}", "--mount", "--pid", "--net", "--ipc", "--uts", "--root", "--wd"]
+        told = subprocess.run([*inside, *self._as_user(container), *command], capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout + told.stderr
+        return told.stdout
 
     def log(self, name: str) -> str:
         return f"{self.name}/{name}: {(self.folder / f'{name}.log').read_text()[-3000:]}"
@@ -214,11 +241,13 @@ class Pod:
         run("ip", "-n", self.node.name, "link", "set", outer, "master", "pods", "up")
         run("ip", "-n", name, "addr", "add", f"{self.ip}/{self.node.network.prefixlen}", "dev", device)
         run("ip", "-n", name, "link", "set", device, "up")
+        run("ip", "-n", name, "route", "add", "default", "via", self.node.address)
         kinds = ["--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=SIGKILL", "--propagation=private"]
         self.running["pause"] = subprocess.Popen(
             ["ip", "netns", "exec", name, "unshare", *kinds, "sleep", "infinity"], stdin=subprocess.DEVNULL
         )
-        assert self.spec["shareProcessNamespace"], "each container would have PIDs of its own"
+        is_alone = len(self.containers) == 1
+        assert is_alone or self.spec["shareProcessNamespace"], "each container would have PIDs of its own"
         end = time.monotonic() + 10
         while not (found := _children(self.running["pause"].pid)):
             assert time.monotonic() < end
@@ -234,7 +263,7 @@ class Pod:
 
     def _make_volumes(self) -> None:
         """As a kubelet makes them: writable by everybody, of the pod's group; files are links into a hidden folder."""
-        group = self.spec["securityContext"]["fsGroup"]
+        group = self.spec["securityContext"].get("fsGroup", 0)
         for volume in self._volumes:
             path = self.folder / "volumes" / volume["name"]
             path.mkdir(parents=True)
@@ -268,24 +297,26 @@ class Pod:
         lines += ["echo multi on > etc/host.conf", *(f"echo {each} >> etc/hosts" for each in named)]
         lines += ["mount -t proc proc proc", "mount -t sysfs sysfs sys", "chmod 1777 tmp"]
         lines += ["mount --rbind /dev dev", "mount -t tmpfs -o mode=1777 tmpfs dev/shm"]
-        for mount in container["volumeMounts"]:
+        for mount in container.get("volumeMounts", []):
             volume = str(self.folder / "volumes" / mount["name"])
             lines.append(_bound(volume, mount["mountPath"], root, is_read_only=mount.get("readOnly", False)))
         lines += self._programs(container)
         if container.get("securityContext", {}).get("readOnlyRootFilesystem"):
             lines.append(f"mount -o remount,ro {root}")
+        command = ["chroot", str(root), *self._as_user(container), *self._command(container)]
+        return [*lines, f"exec {shlex.join(command)}"]
+
+    def _as_user(self, container: dict[str, Any]) -> list[str]:
         user, group, own = self._user(container)
         caps = ["--no-new-privs", "--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all"]
         drop = ["setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={own}", *caps]
-        environment = [f"{name}={value}" for name, value in self.environment(container).items()]
-        command = ["chroot", str(root), *drop, "env", "-i", *environment, *self._command(container)]
-        return [*lines, f"exec {shlex.join(command)}"]
+        return [*drop, "env", "-i", *(f"{name}={value}" for name, value in self.environment(container).items())]
 
     def _programs(self, container: dict[str, Any]) -> list[str]:
         """What the image would have: kvbridge, or in place of the engine's program one that stands in for it."""
-        image = container["image"].rpartition("/")[2].partition(":")[0]
-        is_agent = image == "kvbridge-agent"
-        name, module = ("kvbridge", "kvbridge.cli") if is_agent else (self._command(container)[0], STAND_IN)
+        is_agent = container["image"].rpartition("/")[2].startswith("kvbridge-agent")
+        name = "kvbridge" if is_agent else self._command(container)[0]
+        module = "kvbridge.cli" if name == "kvbridge" else STAND_IN
         text = f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m {module} "$@"\n'
         path = f".{PROGRAMS}/{name}"
         return [f"mkdir -p .{PROGRAMS}", f"printf %s {shlex.quote(text)} > {path}", f"chmod 755 {path}"]

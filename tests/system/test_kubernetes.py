@@ -21,7 +21,7 @@ import pytest
 from kvbridge.config import load
 from kvbridge.transport.keys import write_pair
 from tests.support import write_prometheus_rule
-from tests.support.pods import START_S, Node, Pod, node, why_not
+from tests.support.pods import START_S, Node, Pod, nodes, why_not
 
 ROOT = Path(__file__).parents[2]
 PODMONITOR = ROOT / ".podmonitor/node_modules"
@@ -285,7 +285,8 @@ def test_more_agents_follow_the_label(count: int, tmp_path: Path) -> None:
 def test_the_router_knows_each_pod_and_is_started_as_it_was_tested(overlay: str) -> None:
     """docs/routers.md has the command lines that `make test-routers` drives; addresses are the pods' own here."""
     router = container(overlay, "router", "router")
-    said = " ".join([*router["command"], *router["args"]]).removesuffix(" --host=0.0.0.0 --port=30000")
+    said = " ".join([*router["command"], *router["args"]])
+    said = re.sub(" --host=0.0.0.0 --port=30000$| --listen=0.0.0.0:30000$", "", said)
     for role in OURS:
         addresses = [f"{each}:8000" for each in pod_names(overlay, role)]
         options = re.findall(rf" --{role} \S+(?: \d+)?", said)
@@ -341,7 +342,7 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
     (options,) = [each for each in files.values() if "agent.toml" in each]
     assert tomllib.loads(options["agent.toml"])["dial"] == [], "a network that may not be the pods'"
     options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:*"]\nslot_bytes = 65536')
-    with node(NETWORK) as between, ExitStack() as stack:
+    with nodes(NETWORK) as (between,), ExitStack() as stack:
         pods = {
             name: made(between, tmp_path, overlay, name, files) for role in OURS for name in replicas(overlay, role)
         }
@@ -385,9 +386,10 @@ def made(between: Node, folder: Path, overlay: str, name: str, files: dict[str, 
 
 
 def carry(between: Node, prefill: Pod, decode: Pod) -> None:
-    _, address = between.asked(f"http://{prefill.ip}:8000/offer", 30, "")
+    _, address = between.asked(f"http://{prefill.ip}:8000/offer", 30, "r")
     assert address.startswith(f"tcp://{prefill.ip}:7700#")
-    assert between.asked(f"http://{decode.ip}:8000/want", 60, address) == (200, ""), decode.log("agent")
+    said = json.dumps(["r", address])
+    assert between.asked(f"http://{decode.ip}:8000/want", 60, said) == (200, ""), decode.log("agent")
     assert "kvbridge_engine_attached 1.0" in between.asked(f"http://{decode.ip}:9400/metrics", 5)[1]
 
 

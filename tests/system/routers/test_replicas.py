@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not (ROUTERS / "python").exists(), reason="make .venv-routers/.ready"),
 ]
 SERVE_S = 120.0
+OF_PROXY = "vllm-two-nodes"  # tests/system/test_two_nodes.py
 prompts = itertools.count()  # routers send a prompt that they know to where it went before
 
 
@@ -33,7 +34,7 @@ class Counted(Worker):
         super().do_POST()
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each != OF_PROXY])
 def test_every_pod_is_given_requests(overlay: str, tmp_path: Path) -> None:
     """Synthetic servers, each of which counts its requests, stand where DNS would name the pods."""
     found = container(overlay, "router", "router")
