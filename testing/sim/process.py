@@ -25,7 +25,7 @@ from kvbridge.device.copier import BlockCopier
 from kvbridge.device.fence import FencePage
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
-from kvbridge.errors import PeerError
+from kvbridge.errors import FabricError, PeerError
 from kvbridge.exchange.actions import Compared
 from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.orders import Digested
@@ -145,6 +145,31 @@ class SteppedDataPlane(DataPlane):
         return False if self._process.is_dead else await super()._may_use(attached)
 
 
+class SimResources(Resources):
+    """The real ones. They may refuse other slots only while writes go on out of two earlier sets of them (G6)."""
+
+    foul: Callable[[str], None]
+
+    def prepare(self) -> StagingEndpoints:
+        try:
+            return super().prepare()
+        except FabricError:
+            self._count("receive slots", sum(each.endpoint.fabric.is_busy for each in self.retired))
+            raise
+
+    def add_sources(self) -> None:
+        try:
+            super().add_sources()
+        except FabricError:
+            earlier, fabric = self.endpoint.sources[:-1], self.endpoint.fabric
+            self._count("send slots", sum(not fabric.unregister(each.staging.base) for each in earlier))
+            raise
+
+    def _count(self, what: str, held: int) -> None:
+        if held < 2:
+            self.foul(f"other {what} were refused, though writes go on out of only {held} earlier sets")
+
+
 def _stuck(reason: str) -> NoReturn:
     raise AssertionError(f"the data plane was stuck: {reason}")
 
@@ -207,7 +232,8 @@ class Process(Agent):
             card = FabricCard(
                 kind=SlotFabric.kind, name=self.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
-            resources = Resources(copier, site(card), endpoints, ExitStack())
+            resources = SimResources(copier, site(card), endpoints, ExitStack())
+            resources.foul = lambda text: world.foul(f"{name}: {text}")
             if not resources.bare.shares_memory:
                 resources.stage()
             return resources

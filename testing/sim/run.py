@@ -27,7 +27,7 @@ PART = 100  # seeds after which a process tells what it found
 
 
 class SimListener(logging.Handler):
-    """Keeps the errors that agents log."""
+    """Keeps the errors that agents log, but for refusals that are promised: `SimResources` judges those."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -35,6 +35,8 @@ class SimListener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        if "code=rebuild_refused" in text:
+            return
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {record.exc_info[1]!r}"
         self.heard.append(text)

@@ -20,6 +20,7 @@ from kvbridge.agent.peers import IncomingPeers
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.runners import SenderRunner
 from kvbridge.dataplane import orders as receive_orders
+from kvbridge.dataplane import resources
 from kvbridge.dataplane.attached import AttachedMemory, WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
@@ -504,6 +505,8 @@ MUTATIONS: dict[str, Rule] = {
     "keep_left_engine_mapped": Rule(_nothing(AttachedMemory, "close"), 2, "the memory of .* is mapped"),
     "never_rebuild_receive_slots": Rule(_never_rebuilt, 97, MEANWHILE),
     "never_replace_send_slots": Rule(_stuck_sending, 3601, MEANWHILE),
+    "refuse_receive_slots_early": Rule(instead(resources, "MOST_KEPT", 0), 97, "other receive slots were refused"),
+    "refuse_send_slots_early": Rule(instead(resources, "MOST_KEPT", 0), 3601, "other send slots were refused"),
     "ignore_message_numbers": Rule(_unnumbered, 3611, LATE),
     "drop_session_silently": Rule(_silent, 2, NO_OTHER_END, as_once("drop_session_silently")),
     "disbelieve_successor": Rule(_own_start_only, 255, r"slots: .*quarantined=[1-9]"),
@@ -614,6 +617,8 @@ PROVES: dict[str, tuple[str, ...]] = {
         "keep_probe_lane",
         "never_rebuild_receive_slots",
         "never_replace_send_slots",
+        "refuse_receive_slots_early",
+        "refuse_send_slots_early",
     ),
     "G7": (
         "failed_while_scattering",
