@@ -63,68 +63,52 @@ def test_a_scenario_is_kept_as_text() -> None:
         assert from_text(as_text(make(seed))) == make(seed)
 
 
+def assert_most_are_done(first: int, seeds: int) -> None:
+    """No schedule fails, most wants are served, and much goes wrong: else these would test little."""
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(first, seeds):
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > seeds and len(ends) > 8, ends
+
+
 @pytest.mark.proves("G1", "G20")
 @pytest.mark.parametrize("part", range(6))
 def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
     """A fixed slice; `python -m testing.sim` plays more."""
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(part * SLICE // 6, SLICE // 6):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > SLICE // 6, "most wants come to nothing: these schedules test little"
-    assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
+    assert_most_are_done(part * SLICE // 6, SLICE // 6)
 
 
 @pytest.mark.proves("G3")
 @pytest.mark.parametrize("part", range(2))
 def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None:
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
+    assert_most_are_done(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2)
 
 
 @pytest.mark.proves("G7", "G15")
 @pytest.mark.parametrize("first", [DRAFTED, DRAFTED + PULLED], ids=["sent", "pulled"])
 def test_layers_that_only_the_receiver_has_are_zeros_once_all_is_done(first: int) -> None:
     """Zeros are written behind the fence, before Done, into blocks that are still wanted; and all end."""
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(first, DRAFTED_SLICE):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > DRAFTED_SLICE and len(ends) > 8, ends
+    assert_most_are_done(first, DRAFTED_SLICE)
 
 
 @pytest.mark.proves("G7", "G13")
 @pytest.mark.parametrize("first", [STATED, STATED + PULLED], ids=["sent", "pulled"])
 def test_a_state_comes_as_it_was_when_it_was_offered_though_the_engine_goes_on(first: int) -> None:
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(first, STATED_SLICE):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > STATED_SLICE and len(ends) > 8, ends
+    assert_most_are_done(first, STATED_SLICE)
 
 
 @pytest.mark.proves("G1", "G20")
 @pytest.mark.parametrize("first", [MUTUAL, MUTUAL + PULLED, MUTUAL + PULLED + STATED], ids=["sent", "pulled", "states"])
 def test_engines_fetch_from_each_other_and_hear_what_is_kept_and_when_no_longer(first: int) -> None:
     """Each agent is sender and receiver at once, of the same other agents."""
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(first, MUTUAL_SLICE):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > MUTUAL_SLICE and len(ends) > 8, ends
+    assert_most_are_done(first, MUTUAL_SLICE)
 
 
 @pytest.mark.proves("G1", "G7", "G13", "G20")
 @pytest.mark.parametrize("first", [SHARED, SHARED + PULLED], ids=["sent", "pulled"])
 def test_answers_move_and_several_fetch_at_once_what_an_engine_keeps_or_one_fetches(first: int) -> None:
-    ends: Counter[str] = Counter()
-    for seed, outcome in outcomes(first, SHARED_SLICE):
-        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
-        ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > SHARED_SLICE and len(ends) > 8, ends
+    assert_most_are_done(first, SHARED_SLICE)
 
 
 def test_several_processes_play_what_one_plays_and_add_their_figures_to_a_file(tmp_path: Path) -> None:
