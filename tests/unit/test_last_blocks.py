@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Want
 from kvbridge_proto.pool import Codec, Engine, Group, Model, Plane, Pool, Region, Shard, Step
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.last_blocks import LastBlocks
 from kvbridge.adapters.vllm.pages import BlockPages
+from kvbridge.loopback.messages import want_of
 
 BLOCKS, TOKENS, HEADS, WIDTH = 6, 4, 2, 8  # WIDTH in bytes
 # Byte strides of block, token, head, and where K and V begin.
@@ -73,16 +73,8 @@ def memory_of(layout: str, device: str = "cpu") -> Memory:
 def cleared(layout: str, first: int, end: int, *ids: int, device: str = "cpu") -> set[int]:
     """The blocks of which all bytes are zeros. AssertionError if a block has some, or a group without rows is asked."""
     memory = memory_of(layout, device)
-    want = Want(
-        number=1,
-        request="r",
-        rendezvous="r",
-        sender="",
-        first_token=first,
-        end_token=end,
-        blocks=(Blocks(0, first // TOKENS, ids), Blocks(1, 0, (5,))),
-        deadline_s=1.0,
-    )
+    blocks = (Blocks(0, first // TOKENS, ids), Blocks(1, 0, (5,)))
+    want = want_of("r", "", range(first, end), (), TOKENS, blocks=blocks)
     LastBlocks.of(memory, BlockPages.of(memory), [TOKENS, TOKENS]).clear(want)
     found = torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storages[0]).cpu().numpy()
     block, token, head, *begins = LAYOUTS[layout]

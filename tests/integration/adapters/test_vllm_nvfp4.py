@@ -19,10 +19,7 @@ import torch
 from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Shard
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim, nvfp4_split_data_scale
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.errors import OperatorError
@@ -31,7 +28,7 @@ from kvbridge.geometry.compat import Incompatible, Same, verdict
 from testing.refusals import refused
 from tests.integration.adapters.block_scales import Part, Parts, Rank, carry, table_of
 from tests.integration.adapters.test_vllm_backends import functions
-from tests.integration.adapters.test_vllm_pool import build
+from tests.integration.adapters.test_vllm_pool import allocated, build
 
 pytestmark = pytest.mark.vllm
 
@@ -51,21 +48,8 @@ def caches(block: int, kernel: int, layout: str, heads: int) -> tuple[Any, dict[
         num_head_slots=2 * heads,
         state_content_bytes=nvfp4_kv_cache_full_dim(WIDTH),
     )
-    order = KVCacheLayout[layout]
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: order,
-            num_gpu_blocks_override=SLOTS // block,
-            prefix_cache_retention_interval=None,
-        ),
-        speculative_config=None,
-        kv_transfer_config=None,
-    )
     made = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(LAYERS)}
-    planned = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, made), 1 << 40)
-    return spec, allocate_kv_cache(planned, torch.device("cpu"), order, [kernel])
+    return spec, allocated(made, layout, SLOTS // block, kernel)[1]
 
 
 def memory_of(

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import torch
 from kvbridge_proto.pool import Pool, Shard
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -24,8 +23,6 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.scales import changed_scales
@@ -35,7 +32,7 @@ from testing.oracle import take_rows
 from testing.refusals import refused
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_vllm_backends import SOURCE, functions
-from tests.integration.adapters.test_vllm_pool import build
+from tests.integration.adapters.test_vllm_pool import allocated, build
 
 pytestmark = pytest.mark.vllm
 
@@ -68,23 +65,11 @@ Laid = tuple[list[KVCacheGroupSpec], dict[str, torch.Tensor]]
 
 
 def laid_out(made: dict[str, KVCacheSpec], layout: str = "LBNHC") -> Laid:
-    """By vLLM's own planner, which puts all layers into one group, and its allocator, in pages of the kernels."""
-    order = KVCacheLayout[layout]
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: order,
-            num_gpu_blocks_override=BLOCKS,
-            prefix_cache_retention_interval=None,
-        ),
-        speculative_config=None,
-        kv_transfer_config=None,
-    )
-    planned = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, made), 1 << 40)
-    (group,) = planned.kv_cache_groups
+    """vLLM's planner puts all layers into one group."""
+    groups, caches = allocated(made, layout, BLOCKS, PAGE)
+    (group,) = groups
     assert isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
-    return planned.kv_cache_groups, allocate_kv_cache(planned, torch.device("cpu"), order, [PAGE])
+    return groups, caches
 
 
 def pool_of(laid: Laid, shard: Shard | None = None, **more: Any) -> Pool:

@@ -16,6 +16,7 @@ import torch
 from kvbridge_proto.pool import Pool, Shard, Step
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,6 +25,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm import worker
@@ -61,6 +64,24 @@ def tensors(
     if is_apart:
         views = [view.clone() for view in views]
     return {f"model.layers.{layer}.self_attn.attn": views[layer] for layer in range(layers)}
+
+
+def allocated(made: dict[str, Any], layout: str, blocks: int, kernel: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The groups that vLLM's own planner makes of these specs, and its allocator's tensors, in pages of the kernels."""
+    order = KVCacheLayout[layout]
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: order,
+            num_gpu_blocks_override=blocks,
+            prefix_cache_retention_interval=None,
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    planned = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, made), 1 << 40)
+    return planned.kv_cache_groups, allocate_kv_cache(planned, torch.device("cpu"), order, [kernel])
 
 
 def build(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Want
 
 from kvbridge.adapters.engine.scores import Compressor, Scores
+from kvbridge.loopback.messages import want_of
 from tests.unit.test_last_blocks import LAYOUTS, cleared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -23,16 +23,7 @@ def test_scores_are_those_of_the_processor_behind_what_the_gpu_does(sign: int, r
     rows, weight = (torch.randn(shape, generator=generator) for shape in ((BLOCKS, BLOCK, WIDTH), (ratio, WIDTH // 2)))
     ids = torch.randperm(BLOCKS, generator=generator)[: -(-END // BLOCK)].tolist()
     pieces = Blocks(0, 0, tuple(ids)), Blocks(1, 0, (1,))
-    want = Want(
-        number=1,
-        request="r",
-        rendezvous="r",
-        sender="",
-        first_token=FIRST,
-        end_token=END,
-        blocks=pieces,
-        deadline_s=1.0,
-    )
+    want = want_of("r", "", range(FIRST, END), (), BLOCK, blocks=pieces)
     expected = rows.clone()
     for token in range(FIRST, END):
         expected[ids[token // BLOCK], token % BLOCK, WIDTH // 2 :] += sign * weight[token % ratio]

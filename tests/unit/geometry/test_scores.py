@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Want
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
@@ -14,6 +13,7 @@ from kvbridge.errors import PeerError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Convertible, Incompatible, changes, has_other_scores, verdict
 from kvbridge.geometry.explain import sentence
+from kvbridge.loopback.messages import want_of
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
@@ -71,16 +71,8 @@ def test_only_what_a_want_has_brought_is_changed(sign: int, first: int, end: int
     rows, weight = torch.randn(BLOCKS, BLOCK, WIDTH), torch.randn(4, WIDTH // 2)
     entry = 1  # the want names blocks from this entry on
     ids = tuple(range(BLOCKS - 1, BLOCKS - 1 - (-(-end // BLOCK) - entry), -1))
-    want = Want(
-        number=1,
-        request="r",
-        rendezvous="x",
-        sender="tcp://h:1",
-        first_token=first,
-        end_token=end,
-        blocks=(Blocks(0, 0, (5,)), Blocks(2, entry, ids)),
-        deadline_s=1.0,
-    )
+    blocks = (Blocks(0, 0, (5,)), Blocks(2, entry, ids))
+    want = want_of("r", "tcp://h:1", range(first, end), (), BLOCK, blocks=blocks)
     expected = rows.clone()
     for token in range(max(first, entry * BLOCK), end):
         block, place = ids[token // BLOCK - entry], token % BLOCK
