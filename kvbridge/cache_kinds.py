@@ -2,7 +2,8 @@
 
 The one rule, for adapters and agents: a row of CACHE_KINDS, and the functions below it; `needed` says what travels. All
 else asks these. An engine may keep more of a window: vLLM whole blocks (`TableGroup` in adapters/vllm/block_tables.py),
-SGLang what its prefix cache has locked (`first_held` in adapters/sglang/windows.py).
+SGLang what its prefix cache has locked (`first_held` in adapters/sglang/windows.py). What two pools must have in common
+to carry a window, such as blocks that fit: `_other_tokens` in geometry/compat.py.
 """
 
 from __future__ import annotations
