@@ -181,9 +181,10 @@ def _vllm_decode(ask: PromptAsk) -> Body:
 
 
 def _sglang_decode(ask: PromptAsk) -> Body:
-    if not ask.wants_ids or ask.path == COMPLETIONS:
-        return _plain(ask) | _ids(ask)
-    return _with_custom(ask.path, _plain(ask), lambda custom: custom | {SAYS_TOKENS: True})
+    if not ask.wants_ids:
+        return _plain(ask)
+    ids = _ids(ask) if ask.path == COMPLETIONS else {}
+    return _with_custom(ask.path, _plain(ask) | ids, lambda custom: custom | {SAYS_TOKENS: True})
 
 
 def _ids(ask: PromptAsk) -> Body:

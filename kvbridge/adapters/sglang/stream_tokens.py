@@ -3,7 +3,8 @@
 SGLang says none of a streamed chat, and a prompt's in every event of /generate. The router asks for them with ASKED in
 `custom_params`, and takes them to mean that a server which gets prompt and answer as token ids goes on just as this one
 would. So none are said if a parser or a template's own stop strings make something else of the text, or if a grammar
-of the server's own, or a penalty by its default, which would not count what was in the prompt, chooses the tokens.
+of the server's own, or a penalty by its default, which would not count what was in the prompt, chooses the tokens. Of
+completions, which SGLang says itself, the prompt's are left out then: the router moves no answer without them.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class StreamTokens:
 
 def _generate_request(original: Callable[..., Any], manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     outputs = original(manager, call, *args, **kwargs)
-    if not _goes_on_alike(manager, call):
+    if not _is_asked(call):
         return outputs
-    call.return_prompt_token_ids = True
+    call.return_prompt_token_ids = _goes_on_alike(manager, call)
     return _with_one_prompt(outputs, getattr(call, "kvbridge_tokens", None))
 
 
@@ -73,21 +74,25 @@ def _generate_chat_stream(
     original: Callable[..., Any], serving: Any, call: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     chunks = original(serving, call, request, *args, **kwargs)
-    if not (_goes_on_alike(serving.tokenizer_manager, call) and _is_plain(serving, request)):
+    if not (_is_asked(call) and _goes_on_alike(serving.tokenizer_manager, call) and _is_plain(serving, request)):
         return chunks
     call.kvbridge_tokens = StreamTokens()
     return _with_tokens(chunks, call.kvbridge_tokens)
 
 
-def _goes_on_alike(manager: Any, call: Any) -> bool:
-    """Whether a router asks for tokens, and sampling is such that another server may go on."""
+def _is_asked(call: Any) -> bool:
+    """Whether a router asks for the tokens of this stream."""
     params = getattr(call, "sampling_params", None)
-    if not (isinstance(params, dict) and getattr(call, "stream", False)):
-        return False
-    custom = params.get("custom_params")
-    if not (isinstance(custom, dict) and custom.get(ASKED) is True):
-        return False
-    if manager.preferred_sampling_params or any(params.get(name) for name in GRAMMARS):
+    custom = params.get("custom_params") if isinstance(params, dict) and getattr(call, "stream", False) else None
+    return isinstance(custom, dict) and custom.get(ASKED) is True
+
+
+def _goes_on_alike(manager: Any, call: Any) -> bool:
+    """Whether sampling is such that another server may go on. Completions give most parameters themselves."""
+    params = call.sampling_params
+    if any(params.get(name) is None for name in manager.preferred_sampling_params or ()):
+        return False  # the server's own counts
+    if any(params.get(name) for name in GRAMMARS):
         return False
     return all(params.get(name) in (None, value) for name, value in NEUTRAL.items())
 

@@ -18,6 +18,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
 from kvbridge.adapters.sglang import building, plugin
+from kvbridge.adapters.sglang.stream_tokens import NEUTRAL
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang")]
 
@@ -230,3 +231,11 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
         theirs.bind_partial(*named)
         if named == taken:
             theirs.bind(*named)
+
+
+def test_completions_give_every_penalty_themselves() -> None:
+    """So none of `--preferred-sampling-params` counts for them: an answer may move."""
+    asked = found("sglang.srt.entrypoints.openai.protocol.CompletionRequest")(model="m", prompt="a")
+    serving = found("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion")
+    given = serving._build_sampling_params(None, asked)
+    assert {name: given[name] for name in NEUTRAL} == NEUTRAL

@@ -121,6 +121,21 @@ async def test_generate_says_a_prompt_once() -> None:
     assert not any(["prompt_token_ids" in each async for each in plain])
 
 
+@pytest.mark.parametrize(
+    ("preferred", "says"),
+    [({"frequency_penalty": 0.5}, True), ({"structural_tag": "{}"}, False), ({"stop": ["a"]}, False)],
+)
+async def test_of_completions_no_prompt_is_said_where_the_server_chooses_more(
+    preferred: dict[str, Any], says: bool
+) -> None:
+    """SGLang would say it."""
+    asked = call(frequency_penalty=0.0, repetition_penalty=1.0, stop=None)
+    asked.return_prompt_token_ids = True
+    server = Server(preferred_sampling_params=preferred)
+    stream = GENERATE(lambda _, asked: server.generate(asked), server, asked)
+    assert [each.get("prompt_token_ids") async for each in stream] == [PROMPT if says else None, None, None, None]
+
+
 async def test_a_stream_that_is_closed_ends_at_once() -> None:
     server = Server()
     for stream in (
