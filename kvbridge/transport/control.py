@@ -36,6 +36,7 @@ from .trust import Trust
 from .zap import AuthDoor, Buckets, guard, introduce
 
 LINK_TICK_S = 0.1
+REST_TICK_S = 0.5  # while no link waits to send, to be up or to be pinged
 AWAY_S = 5 * LINK_TICK_S
 PING_ROUND_S = 0.5
 LOOK_UP_S = 0.5  # until a name without an address is looked up again: it may not be published yet
@@ -100,7 +101,7 @@ class Control:
             self._close()
             raise
         self._ticked_at = self._loop.time()
-        self._ticking = self._loop.call_later(LINK_TICK_S, self._tick)
+        self._set_tick(self._ticked_at + LINK_TICK_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,6 +127,7 @@ class Control:
             self._lose(oldest, "too_many_links", reason)
         link = self._dialled[address] = Link(self, address, None, self._loop.time(), key)
         self._waiting[link] = endpoint
+        self._tick_soon()
         if self._retrying is None:
             self._try_waiting()
         return link
@@ -300,6 +302,8 @@ class Control:
                 self._lose(link, "peer_disconnected", str(error))
                 return
             link.waiting_bytes -= len(link.outbox.popleft())
+        if link.outbox:
+            self._tick_soon()
         if link.waiting_bytes > self.settings.queue_bytes:
             code = "peer_not_reading" if link.is_up else "peer_unreachable"
             self._lose(link, code, f"queue_bytes: {link.waiting_bytes} wait, limit {self.settings.queue_bytes}")
@@ -484,13 +488,37 @@ class Control:
         # ZeroMQ does not say whose connection ended. Ping all, but less often than strangers come and go.
         if event == GONE and self._probe_at is None:
             self._probe_at = max(self._loop.time(), self._probed_at + PING_ROUND_S)
+            self._tick_soon()
 
     def _tick(self) -> None:
         now = self._loop.time()
-        self._ticking = self._loop.call_later(LINK_TICK_S, self._tick)
-        self._serve_router()
-        away_s = now - self._ticked_at
+        away_s = now - max(self._ticked_at, self._tick_at - LINK_TICK_S)
         self._ticked_at = now
+        try:
+            self._look(now, away_s)
+        finally:
+            self._set_tick(now + self._rest_s(now))
+
+    def _set_tick(self, at: float) -> None:
+        self._tick_at = at
+        self._ticking = self._loop.call_at(at, self._tick)
+
+    def _tick_soon(self) -> None:
+        """Something may be due before the next tick."""
+        if self._tick_at > (at := self._loop.time() + LINK_TICK_S) and not self._is_closed:
+            self._ticking.cancel()
+            self._set_tick(at)
+
+    def _rest_s(self, now: float) -> float:
+        """Until the next tick. If we stall meanwhile, we see only the part that comes after it was due."""
+        if self._was_full or self._probe_at is not None:
+            return LINK_TICK_S
+        due = min((now if link.outbox else link.look_at for link in self.links), default=now + REST_TICK_S)
+        return max(LINK_TICK_S, min(due - now, REST_TICK_S, self.settings.silence_s / 30))
+
+    def _look(self, now: float, away_s: float) -> None:
+        """Act on what is due. We were away for so long: what peers sent meanwhile may not have been read."""
+        self._serve_router()
         has_room = self._was_full and not self._is_full  # sockets that were not read meanwhile will not signal
         self._was_full = self._is_full
         for link in self.links:
@@ -581,6 +609,9 @@ class Control:
     def _tell(self, event: Event) -> None:
         self._events.append(event)
         self._woken.set()
+        if self._is_full:
+            self._was_full = True
+            self._tick_soon()
 
     @property
     def _is_full(self) -> bool:

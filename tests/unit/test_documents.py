@@ -111,7 +111,7 @@ LOOKS = {
     "kvbridge/dataplane/data_plane.py": {"ALIVE_S", "IDLE_S"},
     "kvbridge/dataplane/threads.py": {"WATCHDOG_LOOK_S"},
     "kvbridge/proxy/pulse.py": {"BEAT_S"},
-    "kvbridge/transport/control.py": {"LINK_TICK_S", "NEXT_SOCKETS_S", "PING_ROUND_S"},
+    "kvbridge/transport/control.py": {"LINK_TICK_S", "REST_TICK_S", "NEXT_SOCKETS_S", "PING_ROUND_S"},
 }
 LOOKS_RARELY = {("kvbridge/adapters/sglang/manager.py", "RANKS_S"): 5}
 # What else is no timeout in these files.

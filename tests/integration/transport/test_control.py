@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 
 import pytest
 import zmq
@@ -18,7 +19,7 @@ from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refu
 from demo.processes import free_port
 from kvbridge.errors import OperatorError
 from kvbridge.transport import sockets
-from kvbridge.transport.control import Control
+from kvbridge.transport.control import LINK_TICK_S, Control
 from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Retried, Settings
 from testing.proc import descriptors
 from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two, until
@@ -72,6 +73,42 @@ async def test_a_link_that_rests_is_looked_at_only_when_something_is_due() -> No
             control._judge = lambda link, now, judge=judge: (looks.append(link), judge(link, now))
         await receiver_ear.silence(3)
         assert 1 <= len(looks) <= 8  # ticks: 60
+
+
+async def test_ticks_are_few_while_links_rest_and_none_is_later_than_what_is_due() -> None:
+    async with two() as (receiver, _, sender, sender_ear):
+        receiver.dial(sender.address).send(cancel("first"))
+        await sender_ear.hear(Arrived)
+        for control in (receiver, sender):
+            ticks: list[float] = []
+            look = control._look
+            control._look = lambda now, away_s, look=look, ticks=ticks: (ticks.append(now), look(now, away_s))
+            for _ in range(3):
+                await asyncio.sleep(1)
+                due = min(link.look_at for link in control.links)
+                assert control._tick_at <= max(due, ticks[-1] + LINK_TICK_S)
+            assert 3 <= len(ticks) <= 15  # of 30
+
+
+async def test_what_cannot_wait_for_the_end_of_a_rest_hastens_the_next_tick() -> None:
+    async with two() as (receiver, _, sender, sender_ear):
+        receiver.dial(sender.address).send(cancel("first"))
+        (accepted,) = [(await sender_ear.hear(Arrived)).link]
+
+        def fill_the_queue() -> None:
+            while not accepted.outbox:
+                accepted.send(cancel("t"))
+
+        def fill_the_events() -> None:
+            while not sender._is_full:
+                sender._reject(None, "frame_malformed", "")
+
+        dial = partial(sender.dial, f"tcp://127.0.0.1:{free_port()}")
+        for hasten in (partial(sender._watched_router, sockets.GONE), fill_the_queue, fill_the_events, dial):
+            await until(lambda: sender._tick_at > sender._loop.time() + LINK_TICK_S)
+            hasten()
+            assert sender._tick_at <= sender._loop.time() + LINK_TICK_S, hasten
+            sender._events.clear()
 
 
 @pytest.mark.parametrize("silence_s", [0.1, 1, 4, 15, 600])
