@@ -15,9 +15,9 @@ from typing import Any
 
 from kvbridge_proto.pool import CodecName, GroupKind
 
-from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
+from kvbridge.geometry.wire import PLAIN, ROW_SCALED
 from testing.oracle import More, Shape, mla
-from testing.pools import ranks_of
+from testing.pools import EIGHT_BITS, ranks_of
 
 BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "fp4_mx_block16", "mxfp4", "int4_row_scale")
 LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")

@@ -20,11 +20,11 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import CodecName, Group, Plane, Pool, Shard, Step
 
 from kvbridge.geometry.tokens import BlockTable, TokenShard
-from kvbridge.geometry.wire import EIGHT_BITS, ROW_SCALED
+from kvbridge.geometry.wire import ROW_SCALED
+from testing.pools import EIGHT_BITS, STATES, Held
 from testing.pools import LAYOUTS as LAYOUTS
 from testing.pools import PARTS as PARTS
 from testing.pools import POISON as POISON
-from testing.pools import STATES, Held
 from testing.pools import More as More
 from testing.pools import Shape as Shape
 from testing.pools import build as build

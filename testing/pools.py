@@ -26,7 +26,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 
-from kvbridge.geometry.wire import PLANE_SCALED
+from kvbridge.geometry.wire import PLAIN, PLANE_SCALED
 
 POISON = 0xA5
 PARTS = ("k", "v")
@@ -34,6 +34,7 @@ PARTS = ("k", "v")
 STATES = {"conv_x": (4, 6), "conv_b": (1, 6), "state": (4, 20)}
 CONV_ROWS = 3  # of a convolution's numbers
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others: 1
+EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
 # Codecs whose rows have fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "nvfp4_ds_mla": 352}
 HALF = ("int4_row_scale", "nvfp4", "fp4_mx_block16", "mxfp4")

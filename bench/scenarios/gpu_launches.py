@@ -22,9 +22,9 @@ from bench.scenario import Bench, Problem
 from bench.scenarios.convert import CONVERSIONS, GQA, LATENT, SLOT_BYTES, Pair, Side, over
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
+from kvbridge.geometry.wire import PLAIN, ROW_SCALED
 from testing.oracle import Shape, describe
-from testing.pools import LAYOUTS, ranks_of
+from testing.pools import EIGHT_BITS, LAYOUTS, ranks_of
 
 TOKENS = 4096
 AHEAD_CYCLES = 3_000_000  # 1.5 ms, in which a chunk's launches are enqueued, at first

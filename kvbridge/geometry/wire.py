@@ -14,8 +14,6 @@ POWERS = {name: form.element_bytes for name, form in CODECS.items() if form.is_p
 ROW_SCALED = {name: form.numbers for name, form in CODECS.items() if form.numbers}
 # Codecs of a row's scale that rows are converted from and to.
 ROW_SCALES: set[CodecName] = {"fp32", *POWERS}
-# explain.py has the error of a conversion to each.
-EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
 PLANE_SCALED = [name for name, form in CODECS.items() if form.is_plane_scaled]
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
 MOST_NUMBERS = 1024

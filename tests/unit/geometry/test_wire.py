@@ -11,7 +11,6 @@ from kvbridge_proto.pool import CODECS, Codec, CodecName
 
 from kvbridge.geometry.explain import BOUNDS
 from kvbridge.geometry.wire import (
-    EIGHT_BITS,
     MOST_NUMBERS,
     PLAIN,
     POWERS,
@@ -21,6 +20,7 @@ from kvbridge.geometry.wire import (
     can_convert,
     is_scale,
 )
+from testing.pools import EIGHT_BITS
 
 WIDTH = 576
 # Bytes of a row of 576 numbers, scales that lie in another plane aside.
