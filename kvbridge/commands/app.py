@@ -582,6 +582,10 @@ NO_MOVES = typer.Option(
     "--no-moves", help="Let a draining engine finish its streams. By default they go on at another one where they can."
 )
 CONTROL = typer.Option(help="A unix socket to make for `kvbridge drain`, for the proxy's own user only.")
+SGLANG_KEYS = typer.Option(
+    help="A file with the key that SGLang's servers want to say and change their roles: --admin-api-key, or else "
+    "--api-key. If they have both: --api-key, then the other."
+)
 LOG_LEVEL = typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
 
 
@@ -595,6 +599,7 @@ def proxy(
     no_decode_fallback: Annotated[bool, NO_FALLBACK] = False,
     no_moves: Annotated[bool, NO_MOVES] = False,
     control: Annotated[Path | None, CONTROL] = None,
+    sglang_keys: Annotated[Path | None, SGLANG_KEYS] = None,
     log_level: Annotated[LogLevel, LOG_LEVEL] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
@@ -618,7 +623,8 @@ def proxy(
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
         has_fallback, moves = not no_decode_fallback, not no_moves
-        run(prefill or (), decode or (), engines, listen, waits, has_fallback, moves, log_level.value, control)
+        named, level = (prefill or (), decode or (), engines), log_level.value
+        run(*named, listen, waits, has_fallback, moves, level, control, sglang_keys)
 
 
 def drain(

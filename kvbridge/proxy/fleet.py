@@ -167,6 +167,20 @@ def read_engines(path: Path) -> list[Backend]:
     return checked(found)
 
 
+def read_keys(path: Path) -> list[str]:
+    """Two keys of SGLang's servers, or one that is both: to be asked for their roles, and to change them.
+
+    Raises OperatorError.
+    """
+    try:
+        keys = path.read_text().split()
+    except (OSError, UnicodeError) as error:
+        raise OperatorError("bad_option", f"sglang_keys: cannot read {path}: {error}") from None
+    if not 1 <= len(keys) <= 2:
+        raise OperatorError("bad_option", f"sglang_keys: got {len(keys)} keys in {path}, need one or two")
+    return keys
+
+
 def checked(engines: list[Backend]) -> list[Backend]:
     """`engines` unchanged. Raises OperatorError if one is named twice, or a side has none."""
     if len({(each.role, each.url) for each in engines}) < len(engines):
@@ -185,7 +199,9 @@ class Fleet:
         waits: Waits,
         metrics: ProxyMetrics,
         pulse: Pulse,
+        keys: Sequence[str] = (),
     ) -> None:
+        self._keys = keys
         self._engines: dict[Role, list[Backend]] = {role: [] for role in Role}
         self._http, self._waits, self._metrics, self._pulse = http, waits, metrics, pulse
         self.sparing = SparingLog("kvbridge.proxy")  # of what requests meet
@@ -397,6 +413,8 @@ class Fleet:
             # SGLang wants to be told what CUDA graphs take, and goes on without them if they do not fit.
             wanted = {"new_role": engine.role, "decode_cuda_graph_memory_gb": 0}
             said = await self._answered(engine, "/pd_role_switch", wanted, self._waits.prefill_s)
+            if said == {"error": "Unauthorized"}:
+                return "it does not change its role: its --admin-api-key, or else --api-key, is not in --sglang-keys"
             if isinstance(said, dict) and said.get("success"):
                 log.info("engine %s is a %s server now", engine.name, engine.role)
                 engine.had_other_role = False
@@ -407,9 +425,11 @@ class Fleet:
 
     async def _answered(self, engine: Backend, path: str, body: object = None, within_s: float | None = None) -> object:
         """Whatever the status. Raises ValueError, TimeoutError, aiohttp's errors."""
-        method = "GET" if body is None else "POST"
+        method, key = ("GET", self._keys[:1]) if body is None else ("POST", self._keys[-1:])
+        headers = {"Authorization": f"Bearer {key[0]}"} if key else {}
         async with asyncio.timeout(within_s or self._waits.health_s):
-            async with self._http.request(method, f"{engine.url}{path}", json=body, allow_redirects=False) as answer:
+            asked = self._http.request(method, f"{engine.url}{path}", json=body, headers=headers, allow_redirects=False)
+            async with asked as answer:
                 return parse(await bounded(answer, BOOTSTRAP_BYTES))
 
     async def _is_single(self, engine: Backend) -> bool | None:

@@ -25,7 +25,19 @@ from .carry import Call, Carrier, Refusal, Streamed, Whole
 from .connections import Connections
 from .control import controlled
 from .events import StreamEvent
-from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded, checked, read_engine, read_engines
+from .fleet import (
+    Backend,
+    Fleet,
+    LegFailed,
+    NoEngine,
+    Role,
+    Waits,
+    bounded,
+    checked,
+    read_engine,
+    read_engines,
+    read_keys,
+)
 from .limits import BODY_BYTES, Busy, MemoryBound, ProxyLimits, RequestBytes, limits_here
 from .metrics import ProxyMetrics
 from .pulse import Pulse
@@ -64,19 +76,21 @@ def run(
     moves: bool,
     log_level: str,
     control: Path | None = None,
+    sglang_keys: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. On SIGHUP read the file `listed` again. Raises OperatorError."""
     named = [read_engine(Role.PREFILL, text) for text in prefill] + [read_engine(Role.DECODE, s) for s in decode]
     if listed is not None and named:
         raise OperatorError("bad_option", "engines: they are in the file, or named by --prefill and --decode; not both")
     engines = checked(named) if listed is None else read_engines(listed)
+    keys = () if sglang_keys is None else read_keys(sglang_keys)
     host, port = read_listen(listen)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     disable_created_metrics()  # one more series per counter, which nobody reads
     limits = limits_here(len(engines))
-    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback, moves, control))
+    asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback, moves, control, keys))
 
 
 class _PlainFormatter(logging.Formatter):
@@ -104,12 +118,14 @@ async def _run(
     has_fallback: bool,
     moves: bool,
     control: Path | None,
+    keys: Sequence[str],
 ) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
-        place, fleet = await stack.enter_async_context(serving(engines, host, port, waits, limits, has_fallback, moves))
+        served = serving(engines, host, port, waits, limits, has_fallback, moves, keys)
+        place, fleet = await stack.enter_async_context(served)
         if control is not None:
             await stack.enter_async_context(controlled(fleet, control))
         if listed is not None:
@@ -141,6 +157,7 @@ async def serving(
     limits: ProxyLimits = USUAL_LIMITS,
     has_fallback: bool = True,
     moves: bool = True,
+    keys: Sequence[str] = (),
 ) -> AsyncIterator[tuple[str, Fleet]]:
     """Run the proxy; yields its address and its engines. Raises OperatorError if it cannot listen there."""
     # A connection per request: an engine that closes an idle connection would look like one that failed.
@@ -151,7 +168,7 @@ async def serving(
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers={"Accept-Encoding": "identity"}, trust_env=False
     ) as http:
-        fleet = Fleet(engines, http, waits, metrics, pulse)
+        fleet = Fleet(engines, http, waits, metrics, pulse, keys)
         carrier = Carrier(fleet, http, waits, metrics, pulse, limits.asks, has_fallback, moves)
         proxy = Proxy(fleet, carrier, http, waits, limits, metrics)
         runner = web.AppRunner(

@@ -39,7 +39,8 @@ class StandIn:
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_healthy: bool = True
     replicas: int = 1
-    mode: str = ""  # SGLang's own role, if that is another than on the proxy's list; "secret" if it wants a key
+    mode: str = ""  # SGLang's own role, if that is another than on the proxy's list
+    keys: tuple[str, str] = ("", "")  # that it wants to say its role, and to change it
     is_busy: bool = False  # so that it does not change its role
     changes: list[str] = field(default_factory=list)  # of its role, as it is asked for them
     hangs_until: asyncio.Event | None = None  # at its health check
@@ -124,12 +125,14 @@ class StandIn:
         lines = [f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0.0\n' for n in range(self.replicas)]
         return web.Response(text="# TYPE vllm:num_requests_running gauge\n" + "".join(lines))
 
-    async def model_info(self, _: web.Request) -> web.Response:
-        if self.mode == "secret":
+    async def model_info(self, request: web.Request) -> web.Response:
+        if not _has(request, self.keys[0]):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"disaggregation_mode": self.mode or self.role})
 
     async def change(self, request: web.Request) -> web.Response:
+        if not _has(request, self.keys[1]):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         asked = await request.json()
         self.changes.append(asked["new_role"])
         if self.is_busy or "decode_cuda_graph_memory_gb" not in asked:
@@ -305,6 +308,10 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS, **more: Any) ->
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+def _has(request: web.Request, key: str) -> bool:
+    return not key or request.headers.get("Authorization") == f"Bearer {key}"
 
 
 def named(engine: StandIn) -> str:

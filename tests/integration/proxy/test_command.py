@@ -59,6 +59,9 @@ async def test_serves_until_it_is_told_to_stop_and_reads_its_engines_again_when_
                 await process.wait()
 
 
+ENGINES = ("--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -72,6 +75,8 @@ async def test_serves_until_it_is_told_to_stop_and_reads_its_engines_again_when_
         (("--prefill", "vllm=http://h:1"), "decode: no engine is named"),
         (("--engines", "/nowhere", "--prefill", "vllm=http://h:1"), "not both"),
         (("--engines", "/nowhere"), "engines: cannot read /nowhere"),
+        ((*ENGINES, "--sglang-keys", "/nowhere"), "sglang_keys: cannot read /nowhere"),
+        ((*ENGINES, "--sglang-keys", "/dev/null"), "sglang_keys: got 0 keys in /dev/null"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_exit_code_2(flags: tuple[str, ...], said: str) -> None:

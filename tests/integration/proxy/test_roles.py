@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -84,7 +85,22 @@ async def test_a_server_that_somebody_else_has_changed_gets_no_requests_until_th
 async def test_a_server_that_does_not_say_its_role_is_whoever_changed_its_line_answers_for() -> None:
     async with world("sglang", "sglang,sglang") as w:
         changed = w.all("decode")[1]
-        changed.mode = "secret"
+        changed.mode, changed.keys = "decode", ("a", "a")
         listed(w, Role.PREFILL, Role.DECODE, Role.PREFILL)
         await w.until(lambda: len(w.fleet.healthy(Role.PREFILL)) == 2)
         assert not changed.changes
+
+
+@pytest.mark.parametrize("wanted", [("", "b"), ("b", "b"), ("a", "b")], ids=["admin's", "one", "both"])
+async def test_a_server_with_keys_changes_its_role_for_who_has_them(
+    wanted: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    keys = sorted({*wanted} - {""})
+    for has, said in ((keys, "is a prefill server now"), ([keys[0], "c"], "is not in --sglang-keys")):
+        async with world("sglang", "sglang,sglang", keys=has) as w:
+            changing = w.all("decode")[1]
+            changing.keys = wanted
+            listed(w, Role.PREFILL, Role.DECODE, Role.PREFILL)
+            await w.until(lambda said=said: said in caplog.text)
+            assert changing.changes == (["prefill"] if has is keys else [])

@@ -16,6 +16,7 @@ from testing.http_server import HttpServer
 from testing.kept import kept
 from testing.proc import descendants, descriptors
 from testing.waiting import wait_for
+from tests.system.engines.moving import MovingProxy
 from tests.system.sglang.fleet import Fleet, answer_of, prompt, seed_of
 from tests.system.sglang.server import ServerConfig
 
@@ -32,6 +33,7 @@ OTHERS = {
     "s16-plain": PLAIN,
     "s16-default": replace(KEEPS, flags=SWITCHES),
     "s64-plain": replace(PLAIN, role="decode", page_size=64),
+    "s16-keys": replace(KEEPS, flags=(*KEEPS.flags, "--api-key", "user", "--admin-api-key", "admin")),
     "s32-two": replace(PLAIN, page_size=32, tensor_parallel_size=2),
 }
 fleet = kept(Fleet, others=OTHERS, start=("s16", "s64"))
@@ -178,3 +180,22 @@ def test_all_ranks_of_a_server_change_their_role(fleet: Fleet) -> None:
         changed(fleet, **{"s32-two": "decode", "s64-plain": "prefill"})
         assert_carries(fleet, "s64-plain", "s32-two", number)
         changed(fleet, **{"s32-two": "prefill", "s64-plain": "decode"})
+
+
+def test_the_proxy_changes_a_server_that_wants_keys(fleet: Fleet, tmp_path: Path) -> None:
+    """Nobody serves the other side."""
+    fleet.start("s16-keys")
+    server, listed, keys = fleet["s16-keys"], tmp_path / "engines", tmp_path / "keys"
+    named, nobody = f"sglang={server.url}", f"sglang=http://127.0.0.1:{free_port()}"
+    listed.write_text(f"prefill {named},bootstrap={server.bootstrap_port}\ndecode {nobody}\n")
+    keys.write_text("user\nadmin\n")
+    proxy = MovingProxy(tmp_path, "--engines", str(listed), "--sglang-keys", str(keys))
+    try:
+        wait_for(lambda: f"prefill engine {named} is healthy" in proxy.text(), 60)
+        listed.write_text(f"decode {named}\nprefill {nobody}\n")
+        proxy.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: f"decode engine {named} is healthy" in proxy.text(), 60)
+    finally:
+        proxy.kill()
+    asked = server.ask("/model_info", headers={"Authorization": "Bearer user"})
+    assert json.loads(asked[1])["disaggregation_mode"] == "decode"
