@@ -85,9 +85,8 @@ class LocalDoors(Doors):
             stack.callback(handover.close)
             if (pipe := handover.take_pipe()) is not None:
                 link.carry_by(pipe)
-            rate = await self._data_plane.open_peer(
-                session.memory_id, session.peer_pool, handover.handles, handover.fds, handover.close
-            )
+            what = session.memory_id, session.peer_pool, handover.handles, handover.fds
+            rate = await self._data_plane.open_peer(*what, handover.close, handover.fence_fd)
             stack.pop_all()
         failpoint("receiver.memory_opened")
         handover.close_fds()
@@ -95,8 +94,8 @@ class LocalDoors(Doors):
         return rate
 
     def share(self, attached: AttachedMemory) -> None:
-        if attached.shared is not None:
-            self._door.share(Shared(attached.epoch, attached.shared.handles, attached.shared.fds))
+        if (shared := attached.shared) is not None:
+            self._door.share(Shared(attached.epoch, shared.handles, shared.fds, shared.fence))
 
     def withdraw(self, attached: AttachedMemory, reason: str) -> None:
         self._door.end(attached.epoch, reason)

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..exchange.actions import Carried, Compared, Uncompared, Unconfirmed
+from ..exchange.actions import Carried, Compared, ReadAhead, Uncompared, Unconfirmed
 from ..exchange.orders import Digested, Dropped, Malformed, Shipped
 from ..exchange.session import Session
 from . import scraping
@@ -82,7 +82,7 @@ class Metrics:
 
     kinds: Collection[type] = (
         *(Done, Failed, Released, Settled, Shipped, Carried, RequestRecord),
-        *(Compared, Digested, Uncompared, Unconfirmed, Dropped, Malformed),
+        *(Compared, Digested, ReadAhead, Uncompared, Unconfirmed, Dropped, Malformed),
     )
 
     def __init__(self) -> None:
@@ -127,6 +127,8 @@ class Metrics:
         self._compared = counter("kvbridge_chunks_compared_total", text, ["role"])
         text = "Chunks that were not compared: no digest came in time, or their blocks were still written"
         self._uncompared = counter("kvbridge_chunks_uncompared_total", text)
+        text = "Reads ordered before their sender had answered; what does not count is read again"
+        self._ahead = counter("kvbridge_reads_ahead_total", text, ["counted"])
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = counter("kvbridge_digest_mismatches_total", text, ["role"])
         for by_role in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
@@ -238,6 +240,8 @@ class Metrics:
                 self._differing.labels(role).inc(found != read)
             case Uncompared(chunks=chunks):
                 self._uncompared.inc(chunks)
+            case ReadAhead(counts=counts):
+                self._ahead.labels("yes" if counts else "no").inc()
             case Unconfirmed():
                 self._leases_unconfirmed.inc()
             case Dropped():

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.engine import Abandon, Done, Expect, Failed, NoOffer, Offer, Released, ToEngine, Want, Withdraw
 from kvbridge_proto.peer import (
+    Announce,
     BlockTables,
     Body,
     Cancel,
@@ -242,6 +243,8 @@ class ReceiverRunner(Runner):
                 actions = receiving.drained(incarnation, transfer, code, reason, now, key)
             case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
                 actions = receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key)
+            case Announce():
+                return receiving.announced(incarnation, key, body)
             case _:
                 actions = receiving.on_message(incarnation, body, now, key)
         self.do(actions, (body,), now)

@@ -82,10 +82,11 @@ class AttachedMemory:
             memory = AttachedPool.open(attach.pool, attach.handles, fds, device)
             opened.callback(memory.close)
             failpoint("agent.attaching")
-            fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
+            fence_fd = None if attach.fence_fd is None else _fd(fds, attach.fence_fd)
+            fence = None if fence_fd is None else FencePage(fence_fd)
             if fence is not None:
                 opened.callback(fence.close)
-            shared = SharedHandles.keep(attach.handles, fds) if is_shared else None
+            shared = SharedHandles.keep(attach.handles, fds, fence_fd) if is_shared else None
             opened.pop_all()
         return cls(epoch, memory, fence, EngineLiveness(heard_at), shared)
 

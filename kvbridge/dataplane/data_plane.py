@@ -32,6 +32,7 @@ from kvbridge_proto.peer import Notice, Probe, Route
 from kvbridge_proto.pool import Handle, Pool
 
 from ..device.copier import DeviceLost, Moved
+from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..errors import EngineError, FabricError
 from ..exchange.orders import (
@@ -299,19 +300,23 @@ class DataPlane:
         handles: Sequence[Handle],
         fds: Sequence[int],
         closed: Callable[[], None],
+        fence_fd: int | None = None,
     ) -> Rate | None:
         """Map the memory of a peer's engine, for `pull`. Returns its read rate, None if that could not be measured.
 
+        `fence_fd` is that of the fence's page, if the peer gave it: only then its engine's offers are read ahead.
         `closed` is called once the memory is unmapped again, but not if this raises KVBridgeError. The fds stay the
         caller's. A cancelled call leaves the memory mapped: that happens when the agent ends.
         """
         kept = [os.dup(fd) for fd in fds]
+        kept_fence = [] if fence_fd is None else [os.dup(fence_fd)]
 
-        def mapped() -> AttachedPool:
+        def mapped() -> tuple[AttachedPool, FencePage | None]:
             try:
-                return AttachedPool.open(pool, handles, kept, self.device, is_peers=True)
+                memory = AttachedPool.open(pool, handles, kept, self.device, is_peers=True)
+                return memory, next(map(_fence_page, kept_fence), None)
             finally:
-                close_fds(kept)
+                close_fds([*kept, *kept_fence])
 
         rate: Rate | None = await self._job(lambda settle: self._pulling.open(memory_id, mapped, closed, settle))
         return rate
@@ -748,3 +753,12 @@ def _settle(done: asyncio.Future[Any], found: Any, error: Exception | None) -> N
         done.set_result(found)
     else:
         done.set_exception(error)
+
+
+def _fence_page(fd: int) -> FencePage | None:
+    """A peer's page. None if it is no such page: then nothing is read ahead."""
+    try:
+        return FencePage(fd)
+    except EngineError as error:
+        log.info("a peer's fence cannot be mapped: %s", error)
+        return None

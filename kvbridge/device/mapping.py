@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import stat
@@ -19,6 +20,8 @@ from ..device import driver
 from ..errors import EngineError, OperatorError
 from ..values import replace
 from .handles import VMM_SIZE_BYTES
+
+log = logging.getLogger("kvbridge.mapping")
 
 OWN_MEMORY = {"CUDA_ERROR_INVALID_CONTEXT"}
 NO_PEER = {"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "CUDA_ERROR_TOO_MANY_PEERS"}
@@ -244,19 +247,22 @@ def fd_of(handle: Handle, fds: Sequence[int]) -> int:
 
 
 class SharedHandles:
-    """The handles of one epoch and descriptors of our own, which each handle's `fd` numbers.
+    """The handles of one epoch and descriptors of our own, which each handle's `fd` numbers, and `fence`.
 
     Descriptors of shared memory are read-only: a process that gets one cannot map it for writing. (A process of the
     memory's owner could reopen it through /proc, but could also write to the engine itself.)
     """
 
-    def __init__(self, handles: tuple[Handle, ...], fds: tuple[int, ...]) -> None:
+    def __init__(self, handles: tuple[Handle, ...], fds: tuple[int, ...], fence: int | None = None) -> None:
         self.handles = handles
         self.fds = fds
+        self.fence = fence
 
     @classmethod
-    def keep(cls, handles: Sequence[Handle], fds: Sequence[int]) -> Self:
+    def keep(cls, handles: Sequence[Handle], fds: Sequence[int], fence_fd: int | None = None) -> Self:
         """Keep the handles of an attach, with descriptors of our own. Its fds stay the caller's.
+
+        And `fence_fd`, that of the fence's page, if our user may open it for reading only.
 
         OperatorError `not_shareable` for shared memory that our user may not open, EngineError for a missing fd.
         """
@@ -269,8 +275,15 @@ class SharedHandles:
             _close(list(ours.values()))
             raise
         numbers = {theirs: number for number, theirs in enumerate(ours)}
+        kept_fds, fence = [*ours.values()], None
+        if fence_fd is not None:
+            try:
+                kept_fds.append(_read_only(fence_fd))
+                fence = len(kept_fds) - 1
+            except OSError as error:
+                log.info("receivers on this host read nothing ahead: the fence's page cannot be shared: %s", error)
         kept = [replace(each, fd=None if each.kind == "cuda_ipc" else numbers[fd_of(each, fds)]) for each in handles]
-        return cls(tuple(kept), tuple(ours.values()))
+        return cls(tuple(kept), tuple(kept_fds), fence)
 
     def close(self) -> None:
         """Idempotent. Descriptors that other agents were given stay open there."""
@@ -281,13 +294,17 @@ class SharedHandles:
 def _of_our_own(handle: Handle, fd: int) -> int:
     try:
         if handle.kind == "shm_fd":
-            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            return _read_only(fd)
         return os.dup(fd)
     except PermissionError as error:
         remedy = "run agent and engine as one user, or set share_memory = false"
         raise OperatorError("not_shareable", f"region {handle.region}: {error.strerror}; {remedy}") from error
     except OSError as error:
         raise EngineError("region_unmappable", f"fd of region {handle.region}: {error.strerror}") from error
+
+
+def _read_only(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _close(fds: Sequence[int]) -> None:

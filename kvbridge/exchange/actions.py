@@ -84,6 +84,13 @@ class Uncompared(Value):
     chunks: int
 
 
+class ReadAhead(Value):
+    """Rows of a transfer were read ahead of the sender's answer. Unless that `counts`, they are read again."""
+
+    transfer: str
+    counts: bool
+
+
 # Nothing is to be done: the caller logs, counts or remembers it.
-Notable = Met | Unconfirmed | Carried | Compared | Uncompared
+Notable = Met | Unconfirmed | Carried | Compared | Uncompared | ReadAhead
 Action = Reach | Ask | Send | Tell | WatchProcess | Notable | SendingOrder | ReceivingOrder

@@ -142,7 +142,9 @@ class Pull(Order):
 
     Begins once our engine's fence has reached `fence`. `memory_id` names the sender's memory, `peer_tables` its blocks;
     `tables` are ours. Reads that end after `lease` do not count. Chunks in `compared` are digested as they are read.
-    `request` is as in ReceiveOrder.
+    `request` is as in ReceiveOrder. With `peer_fence`
+    it is read ahead of the sender's answer: it fails at once (`fence_late`) if the fence of the sender's engine is not
+    seen to have reached that count, and whether it counts is decided later, by when it ended.
     """
 
     transfer: str
@@ -156,6 +158,7 @@ class Pull(Order):
     lease: Lease
     fence: int
     compared: frozenset[int] = frozenset()
+    peer_fence: int | None = None
 
 
 class AwaitedPull(Order):
@@ -318,6 +321,7 @@ class Pulled(RouteReport):
     size_bytes: int
     digests: Mapping[int, int]
     failure: Failure
+    at: float = 0.0  # when the last read was seen to have ended
 
 
 SendingReport = StageReached | Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import Cancel, ProcessCard, Route, RouteToReceiver, Settled, SlotLease, Take
+from kvbridge_proto.peer import Announce, Cancel, ProcessCard, Route, RouteToReceiver, Settled, SlotLease, Take
 from msgspec import structs
 
 from ..errors import KVBridgeError
@@ -164,6 +164,11 @@ class Receiver:
         if incoming is None or incoming.state is not TransferState.FLOWING:
             return []
         return self._go_on(incoming, incoming.on_message(body, now), now)
+
+    def announced(self, incarnation: str, key: str, announce: Announce) -> None:
+        """This sender says, unasked, where its offer lies."""
+        for route in self._routes:
+            route.announced(incarnation, key, announce)
 
     def on_reports(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """Take the data plane's reports."""
@@ -465,6 +470,9 @@ class Receiver:
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
         """The session with `address` is over, and so are its transfers. Returns the wants they belonged to."""
+        if (session := self._senders.open.get(address)) is not None:
+            for route in self._routes:
+                route.lost(session)
         self._senders.leave(address)
         self._assignment.forget()
         self._adoption.forget()

@@ -97,6 +97,9 @@ class Sender:
         actions += self._short_of(offered)
         for out in list(offered.outgoing_transfers.values()):
             actions += out.grow()
+        offered.announced = 0
+        if offered.is_last and not offered.is_kept and offered.want is None and offered.first_token < offered.tokens:
+            actions += [action for route in self._routes for action in route.announce(offered, now)]
         return actions if offer.most_kept is None else actions + self._make_room(offered, offer.most_kept, now)
 
     def _grow(self, offered: OpenOffer, offer: Offer, engine: AttachedEngine) -> None:
@@ -473,6 +476,8 @@ class Sender:
     def lost(self, incarnation: str) -> list[Action]:
         """The session with this receiver is over."""
         actions: list[Action] = []
+        for route in self._routes:
+            route.lost(incarnation)
         for out in list(self._of_receiver.get(incarnation, {}).values()):
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")

@@ -56,7 +56,8 @@ class Session:
 
     `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys. `is_far`: the
     sender can write our memory through our fabric only, as far as a receiver knows. `process` is the sender's, if we
-    share its PID namespace. `takes_kept`: the sender's engine wants to hear what ours keeps.
+    share its PID namespace. `takes_kept`: the sender's engine wants to hear what ours keeps. `reads_ahead`: the
+    receiver wants to hear what we announce.
     """
 
     peer: AgentCard
@@ -73,6 +74,7 @@ class Session:
     is_far: bool = False
     process: ProcessCard | None = None
     takes_kept: bool = False
+    reads_ahead: bool = False
     planner: Planner = field(kw_only=True, repr=False, compare=False)
     memory_id: EngineMemoryId = field(init=False, repr=False, compare=False)  # identifies the peer engine's memory
 
@@ -115,6 +117,7 @@ def hello(
         serial=serial,
         oldest=oldest,
         moves_units=True,
+        reads_ahead=True,
     )
 
 
@@ -150,6 +153,7 @@ def answer(hello: Hello, engine: AttachedEngine | None) -> Session | Refuse:
         digest=digest,
         slot_bytes=min(ours.slot_bytes, theirs.slot_bytes),
         verdict=found,
+        reads_ahead=hello.reads_ahead,
         planner=Planner(engine.pool, hello.pool, hello.moves_units),
     )
 

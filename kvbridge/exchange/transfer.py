@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from kvbridge_proto.common import Prefixes
 from kvbridge_proto.engine import Want
-from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, RouteToSender, SlotLease
+from kvbridge_proto.peer import Announce, Claim, ProcessCard, RouteToReceiver, RouteToSender, SlotLease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -204,6 +204,14 @@ class ReceivingRoute(abc.ABC):
         """Something may have become free: use it."""
         return []
 
+    def announced(self, incarnation: str, key: str, announce: Announce) -> None:
+        """This sender says, unasked, where its offer lies."""
+        return
+
+    def lost(self, session: Session) -> None:
+        """The session with this sender is over."""
+        return
+
     def met(self, address: str, incarnation: str, key: str) -> list[Action]:
         """This incarnation answers at the address: ask it what it may still write."""
         return []
@@ -288,6 +296,7 @@ class OpenOffer:
     computed_by: float | None = None  # when its rows were first seen to be computed, while its engine lacked blocks
     hold_s: float = 0.0
     is_kept: bool = False  # for requests that begin with the same tokens
+    announced: int = 0  # the number under which receivers were told of all its blocks
     prefixes: Prefixes = ()
     of: OpenOffer | None = field(default=None, repr=False)
     shares: dict[int, OpenOffer] = field(default_factory=dict, repr=False)
@@ -438,6 +447,14 @@ class SendingRoute(abc.ABC):
     @abc.abstractmethod
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingTransfer:
         """A transfer that is claimed. Raises KVBridgeError, with nothing changed, if the claim asks for too much."""
+
+    def announce(self, offered: OpenOffer, now: float) -> list[Action]:
+        """All of an offer is known, and nobody has claimed it: tell receivers that may."""
+        return []
+
+    def lost(self, incarnation: str) -> None:
+        """The session with this receiver is over."""
+        return
 
     def next(self) -> list[Action]:
         """What may begin now that others have gone on."""

@@ -72,6 +72,7 @@ class Shared(Value):
     epoch: int
     handles: tuple[Handle, ...]
     fds: tuple[int, ...]
+    fence: int | None = None  # which of the fds is the page of the engine's fence
 
 
 class Importer(Value):
@@ -225,7 +226,7 @@ class MemoryDoor(Server["_Caller"]):
         version = negotiate(OURS, request.versions)
         assert version is not None, "_proven has looked"
         caller.taking = shared.epoch
-        opened = MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles)
+        opened = MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles, fence=shared.fence)
         with ExitStack() as until_taken:
             if pipe is None:
                 caller.send(opened, shared.fds)
@@ -271,7 +272,7 @@ class Handover:
         self.epoch = opened.epoch
         self.handles = opened.handles
         self.fds = fds
-        self._pipe = opened.pipe
+        self._pipe, self._fence = opened.pipe, opened.fence
         self.is_peer_gone = False  # `ending` returned because the peer's agent closed its end of the connection
         self._connection = connection
 
@@ -307,6 +308,11 @@ class Handover:
             pipe.close()
             raise PeerError("door_refused", f"pipe: {pipe.family!r} {pipe.type!r}, must be a unix stream socket")
         return pipe
+
+    @property
+    def fence_fd(self) -> int | None:
+        """The descriptor of the fence's page, if we were given it."""
+        return None if self._fence is None or self._fence >= len(self.fds) else self.fds[self._fence]
 
     def close_fds(self) -> None:
         close_fds(self.fds)

@@ -52,12 +52,14 @@ class MemoryOpened(Struct, frozen=True, kw_only=True, tag="memory_opened"):
     """The handles. Their fds come with this message, those of shared memory for reading only.
 
     `pipe` is the fd of a unix stream socket, if the sender gives one: envelopes of the session's link may go by it.
+    `fence` is that of the engine's fence, if it has one that can be given for reading only.
     """
 
     version: int
     epoch: Count
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
     pipe: Count | None = None
+    fence: Count | None = None
 
 
 class MemoryEnding(Struct, frozen=True, kw_only=True, tag="memory_ending"):

@@ -65,6 +65,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     `address` is how I reached you: one session is enough, whatever addresses you have. `serial` numbers the
     connections that I made: of those at one address the latest counts. I have given up all before `oldest`, except
     this one. With `moves_units` I plan to move whole units of tokens between blocks of different sizes, if you do too.
+    With `reads_ahead` I want to hear what my claims may ask for (Announce).
     """
 
     versions: VersionRange
@@ -83,6 +84,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     oldest: Count = 0
     shares_memory: bool = True
     moves_units: bool = False
+    reads_ahead: bool = False
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -163,6 +165,7 @@ class SlotLease(Struct, frozen=True, array_like=True):
 
 
 Leases = Annotated[tuple[SlotLease, ...], Meta(max_length=4096)]
+Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 
 class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
@@ -196,14 +199,32 @@ class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):
 
     The answer to the claim (`renewal` 0) or to the renewal of that number, and sent again when more tokens are there.
     `blocks` go on where those of the last one ended. With `is_last` no more will come. The lease begins when the claim
-    or renewal is sent; what was read counts if it was read before the lease ended.
+    or renewal is sent; what was read counts if it was read before the lease ended. `announced` is the number of the
+    last Announce of this offer, 0 if there was none: what was read ahead by that one counts as if it was read now.
     """
 
     transfer: TransferId
     tokens: Count
     is_last: bool
     renewal: Count
-    blocks: Annotated[tuple[Blocks, ...], Meta(max_length=256)] = ()
+    blocks: Tables = ()
+    announced: Count = 0
+
+
+class Announce(Struct, frozen=True, kw_only=True, tag="announce"):
+    """Sender to receiver, on the route `pull`, unasked: all that I offer under this id lies in these blocks.
+
+    They are the tokens [first_token, tokens), computed once my engine's fence, whose page came by the door, has reached
+    `fence`; 0: they are computed. A claim may be read ahead of my answers to it. That counts only if the first one has
+    this `number`.
+    """
+
+    number: Positive
+    rendezvous: RendezvousId
+    first_token: Count
+    tokens: Count
+    fence: Count
+    blocks: Tables
 
 
 class Renew(Struct, frozen=True, kw_only=True, tag="renew"):
@@ -345,7 +366,7 @@ RouteToSender = Grant | Renew | Check | Settled
 # What is said without a session, so without an agreed version: read whatever version its envelope names.
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
 OfReceiver = Claim | Cancel | Hold | Keeps | RouteToSender  # what a receiver says in a session, and a sender below
-OfSender = Refuse | Drained | Failing | RouteToReceiver
+OfSender = Refuse | Drained | Failing | Announce | RouteToReceiver
 Body = Hello | OfReceiver | Welcome | OfSender | Ping | Pong | Goodbye
 
 

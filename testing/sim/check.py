@@ -96,7 +96,7 @@ def _kept(process: Process) -> Iterator[str]:
     attached: Any = process.current.memory
     opened: dict[Any, Any] = dict(data_plane._pulling._peers)
     for memory in process.mapped:
-        is_read = any(memory is each for each, _ in opened.values())
+        is_read = any(memory is each.memory for each in opened.values())
         if memory.is_open and not is_read and (attached is None or memory is not attached.memory):
             yield f"the memory of {memory.blocks.name} is mapped"
     yield from _between_agents(process)

@@ -312,10 +312,18 @@ class Prefill(SimEngine):
         held.is_ended = True
         for rank in self.ranks:
             if rank.number in held.open:
-                rank.say(Withdraw(number=held.number, reason="aborted"))
+                rank.say(Withdraw(number=held.number, reason="aborted", comes_again=self._comes_again(held.request)))
         if held.open and self.world.scenario.is_impatient:
             self.later(READERS_S, lambda: self._lose_patience(held))
         self.release_if_over(held, "withdrawn")
+
+    def _comes_again(self, request: SimRequest) -> bool:
+        """Whether the same prompt will be offered again."""
+        others = (each for each in self.world.scenario.requests if each.number != request.number)
+        return any(
+            (each.prefill, each.rendezvous) == (self.name, request.rendezvous) and each.at > self.world.clock.now
+            for each in others
+        )
 
     def _lose_patience(self, held: HeldBlocks) -> None:
         """Take blocks although agents may still read them. Give these agents up, or stay connected."""

@@ -453,7 +453,8 @@ class SimDoors(Doors):
         read = SimAttached(memory.blocks, peer)
         process.mapped.append(read)
         pulling = process.data_plane._pulling
-        mapped = lambda: cast(AttachedPool, read)  # noqa: E731
+        fence = cast(FencePage, Fence(memory.blocks)) if world.has_fences else None
+        mapped = lambda: (cast(AttachedPool, read), fence)  # noqa: E731
         await process.data_plane._job(lambda settle: pulling.open(session.memory_id, mapped, _nothing, settle))
         return None
 

@@ -6,18 +6,25 @@ counts on a little less, COUNTED_S, from when it asked. So its lease always ends
 A sender answers only if, less than LEASE_HEARD_S ago, it had read everything that its engine had sent. An engine waits
 READERS_S after a withdrawal before it reuses the blocks. So the lease ends before that reuse, even if nobody reads the
 withdrawal.
+
+A receiver may read before it has an answer, from blocks that the sender announced when they were offered. Such a read
+counts if the first answer is of that announcement and the lease lasts longer than the read: from the announcement until
+the lease ends the blocks were that offer's, and they were computed before the read began, as the fence had shown.
+Otherwise the rows are read again.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import (
     MAX_SUMS,
+    Announce,
     BlockTables,
     Check,
     Checked,
@@ -30,16 +37,18 @@ from kvbridge_proto.peer import (
     SlotLease,
     Sum,
 )
+from kvbridge_proto.pool import Pool
 
 from ...cache_kinds import comes_last
 from ...errors import KVBridgeError, PeerError
-from ...exchange.actions import Action, Carried, Compared, Send, Uncompared, Unconfirmed
-from ...exchange.block_tables import ready_chunks
+from ...exchange.actions import Action, Carried, Compared, ReadAhead, Send, Uncompared, Unconfirmed
+from ...exchange.block_tables import check_begin, check_last, ready_chunks
 from ...exchange.orders import AwaitedPull, Digest, Digested, Pull, Pulled, RouteReport, Summed, WarmPull, Watch
 from ...exchange.session import Session
 from ...exchange.transfer import (
     IncomingTransfer,
     OpenAnswers,
+    OpenOffer,
     OpenTransfers,
     OpenWant,
     OutgoingTransfer,
@@ -57,6 +66,11 @@ LEASE_HEARD_S = 0.1  # a sender may promise only if it had read all its engine's
 CHECK_EVERY = {"always": 1, "sampled": 64, "never": 0}  # one chunk in so many is compared; by the option `verify`
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
 COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
+MOST_READERS = 8  # receivers that hear what is offered, those that claimed last
+READER_S = 60.0  # since its last claim
+MOST_ANNOUNCED_BLOCKS = 1024  # of an offer that is announced
+MOST_ANNOUNCED = 64  # offers that a receiver remembers of each sender
+MOST_AHEAD_BYTES = 256 << 20  # that are read ahead: for more the answer is there soon enough, and none is read in vain
 
 assert READERS_S * (1 - DRIFT) > (LEASE_S + LEASE_HEARD_S) * (1 + DRIFT)
 
@@ -72,7 +86,14 @@ class GrantedLease:
     _entries: dict[int, int] = field(default_factory=dict)  # by group: where the entries already sent end
 
     def answer(
-        self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool, ready: int
+        self,
+        transfer: str,
+        plan: Plan,
+        tables: Mapping[int, BlockTable],
+        tokens: int,
+        is_last: bool,
+        ready: int,
+        announced: int = 0,
     ) -> BlockTables:
         """The block tables to send when `tokens`, or `ready` chunks, are computed.
 
@@ -90,7 +111,12 @@ class GrantedLease:
                 self._entries[group] = end
         self.is_asked, self.ready = False, ready
         return BlockTables(
-            transfer=transfer, tokens=tokens, is_last=is_last, renewal=self.renewal, blocks=tuple(pieces)
+            transfer=transfer,
+            tokens=tokens,
+            is_last=is_last,
+            renewal=self.renewal,
+            blocks=tuple(pieces),
+            announced=announced if is_last else 0,
         )
 
 
@@ -114,11 +140,38 @@ class PullSending(SendingRoute):
         self.deadlines, self.pending = opened.deadlines, opened.pending
         self.comparing: dict[str, OutgoingByPull] = {}  # with chunks to be digested, in the order of their turns
         self.digesting = 0
+        self._readers: OrderedDict[str, float] = OrderedDict()  # by incarnation that hears Announce: its last claim
+        self._numbers = itertools.count(1)
 
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingByPull:
         if claim.leases:
             raise PeerError("bad_lease", f"leases: {len(claim.leases)} of a route without slots")
+        if plan.chunks and session.reads_ahead:
+            self.lost(session.peer.incarnation)
+            self._readers[session.peer.incarnation] = now
+            if len(self._readers) > MOST_READERS:
+                self._readers.popitem(last=False)
         return OutgoingByPull(claim.transfer, session, plan, claim, now, route=self)
+
+    def announce(self, offered: OpenOffer, now: float) -> list[Action]:
+        receivers = [each for each, claimed_at in self._readers.items() if now - claimed_at <= READER_S]
+        if not receivers or offered.blocks > MOST_ANNOUNCED_BLOCKS:
+            return []
+        offered.announced = next(self._numbers)
+        announce = Announce(
+            number=offered.announced,
+            rendezvous=offered.rendezvous,
+            first_token=offered.first_token,
+            tokens=offered.tokens,
+            fence=offered.fence,
+            blocks=tuple(
+                Blocks(group, table.first_block, tuple(table.ids.tolist())) for group, table in offered.tables.items()
+            ),
+        )
+        return [Send(each, announce) for each in receivers]
+
+    def lost(self, incarnation: str) -> None:
+        self._readers.pop(incarnation, None)
 
     def next(self) -> list[Action]:
         """Digest chunks that receivers have read, in turns."""
@@ -195,7 +248,8 @@ class OutgoingByPull(OutgoingTransfer):
         ready = ready_chunks(self.plan, offered.readable, is_last)
         if not granted.is_asked and ready == granted.ready:
             return watch
-        tables = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last, ready)
+        what = offered.tables, offered.readable, is_last, ready, offered.announced
+        tables = granted.answer(self.transfer, self.plan, *what)
         granted.ends = now + LEASE_S
         self.route.deadlines.set(("lease", self.transfer), granted.ends)
         return [*watch, Send(self.incarnation, tables)]
@@ -276,11 +330,28 @@ class PullReceiving(ReceivingRoute):
     def __init__(self, opened: OpenTransfers, check_every: int) -> None:
         self.deadlines = opened.deadlines
         self.sampling = Sampling(check_every)
+        self._announced: dict[tuple[str, str], dict[str, Announce]] = {}  # by (incarnation, key), and rendezvous id
 
     def begin(
         self, wanted: OpenWant, transfer: str, address: str, session: Session, plan: Plan, token: bytes
     ) -> IncomingByPull:
         return IncomingByPull(transfer, session, plan, wanted, address, token, route=self)
+
+    def announced(self, incarnation: str, key: str, announce: Announce) -> None:
+        if sum(len(each.ids) for each in announce.blocks) > MOST_ANNOUNCED_BLOCKS:
+            return
+        its = self._announced.setdefault((incarnation, key), {})
+        its.pop(announce.rendezvous, None)
+        its[announce.rendezvous] = announce
+        if len(its) > MOST_ANNOUNCED:
+            del its[next(iter(its))]
+
+    def take_announced(self, session: Session, rendezvous: str) -> Announce | None:
+        """The last that this sender has announced under this id, once."""
+        return self._announced.get((session.peer.incarnation, session.key), {}).pop(rendezvous, None)
+
+    def lost(self, session: Session) -> None:
+        self._announced.pop((session.peer.incarnation, session.key), None)
 
     def prepare(self, session: Session) -> list[Action]:
         theirs, ours = (session.planner.samples(session.slot_bytes, is_sender=each) for each in (True, False))
@@ -300,11 +371,19 @@ class IncomingByPull(IncomingTransfer):
         return [], ()
 
     def awaits(self) -> list[Action]:
+        session, reading, chunks = self.session, self.reading, self.plan.chunks
+        announce = self.route.take_announced(session, self.wanted.want.rendezvous)
+        if announce is None or (tables := announced_tables(announce, self.plan, session)) is None:
+            return self._prepare()
+        reading.ahead, reading.begun, self.is_ordered = Ahead(announce.number), chunks, True
+        return [self._pull(0, chunks, tables, self.route.sampling.choose(0, chunks), announce.fence)]
+
+    def _prepare(self) -> list[Action]:
         return [AwaitedPull(self.transfer, self.session.memory_id, self.plan, self.wanted.tables)]
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.placed) or self.is_ordered
+        return bool(self.placed) or (self.is_ordered and bool(self.ready))
 
     @property
     def is_complete(self) -> bool:
@@ -320,28 +399,59 @@ class IncomingByPull(IncomingTransfer):
 
     def _on_tables(self, answer: BlockTables, now: float) -> list[Action]:
         """The sender's block tables, as far as they are computed: read those rows."""
-        self.reading.lease.answered(answer.renewal)
+        reading = self.reading
+        reading.lease.answered(answer.renewal)
+        if reading.ahead is not None and reading.ahead.is_void is None:
+            reading.ahead.is_void = answer.announced != reading.ahead.number
         try:
-            self.reading.learn(answer, self.plan)
+            reading.learn(answer, self.plan)
         except KVBridgeError as error:
             self.failure = error.code, str(error)
             return []
         self.ready = max(self.ready, ready_chunks(self.plan, answer.tokens, answer.is_last))
-        return self._read(now)
+        return self._read(now) if reading.ahead is None else self._on_ahead(reading.ahead, now)
+
+    def _on_ahead(self, ahead: Ahead, now: float) -> list[Action]:
+        """A read ahead has ended, or was answered. It counts after both, if its lease does; or all is read again."""
+        reading, pulled = self.reading, ahead.pulled
+        if pulled is None:
+            return [] if ahead.is_void is None else self._renew(now)
+        if pulled.failure is not None and ahead.is_void is False:
+            self.failure = pulled.failure
+            return []
+        if pulled.failure is None and not ahead.is_void:
+            if ahead.is_void is None:
+                return []
+            if not reading.lease.counts(pulled.at):
+                return self._renew(now)
+            reading.ahead = None
+            return [ReadAhead(self.transfer, True), *self._on_pulled(pulled, now), *self._moved(pulled)]
+        reading.ahead, reading.begun = None, 0
+        return [ReadAhead(self.transfer, False), *(self._read(now) if self.ready else self._prepare())]
 
     def _read(self, now: float) -> list[Action]:
         """Read what is ready, unless a read is under way."""
-        reading, wanted = self.reading, self.wanted
+        reading = self.reading
         if self.is_ordered or reading.begun >= self.ready:
             return []
         first, reading.begun, self.is_ordered = reading.begun, self.ready, True
         compared = self.route.sampling.choose(first, self.ready)
         growing = {each for each in compared if reading.is_growing(self.plan, each)}
-        what = self.transfer, wanted.want.request, self.session.memory_id, self.plan
-        tables = dict(reading.tables), wanted.tables
-        pull = Pull(*what, *tables, first, self.ready, reading.lease, wanted.want.fence, compared - growing)
         uncompared: list[Action] = [Uncompared(self.transfer, len(growing))] if growing else []
+        pull = self._pull(first, self.ready, dict(reading.tables), compared - growing)
         return [*self._renew(now), *uncompared, pull]
+
+    def _pull(
+        self,
+        first: int,
+        end: int,
+        tables: Mapping[int, BlockTable],
+        compared: frozenset[int],
+        peer_fence: int | None = None,
+    ) -> Pull:
+        want, reading = self.wanted.want, self.reading
+        what = self.transfer, want.request, self.session.memory_id, self.plan, tables, self.wanted.tables
+        return Pull(*what, first, end, reading.lease, want.fence, compared, peer_fence)
 
     def _renew(self, now: float) -> list[Action]:
         """Renew the lease if half of it has passed; otherwise do so when it has."""
@@ -356,7 +466,7 @@ class IncomingByPull(IncomingTransfer):
     def on_time(self, kind: str, now: float) -> list[Action]:
         unchecked = self.reading.unchecked
         if kind == "lease":
-            return self._renew(now) if self.is_ordered or unchecked else []
+            return self._renew(now) if self.is_ordered or unchecked or self.reading.ahead is not None else []
         # The sender has not sent its digests in time: finish without them. A sample is not worth failing a request.
         actions: list[Action] = [Uncompared(self.transfer, len(unchecked))] if unchecked else []
         unchecked.clear()
@@ -364,19 +474,23 @@ class IncomingByPull(IncomingTransfer):
 
     def on_report(self, report: RouteReport, now: float) -> list[Action]:
         if isinstance(report, Summed):
-            return self._check(report.digests, now) if self.state is TransferState.FLOWING else []
+            ahead = self.reading.ahead
+            counts = self.state is TransferState.FLOWING and (ahead is None or ahead.is_void is False)
+            return self._check(report.digests, now) if counts else []
         assert isinstance(report, Pulled)
         self.route.deadlines.clear(("lease", self.transfer))
-        moved: list[Action] = []
-        if report.failure is None:
-            moved.append(Carried(self.session, report.chunks, report.size_bytes))
-        if self.state is not TransferState.FLOWING:  # it was told to stop: Quiet follows
-            return moved
-        return self._on_pulled(report, now) + moved
+        ahead, is_flowing = self.reading.ahead, self.state is TransferState.FLOWING
+        self.is_ordered = self.is_ordered and not is_flowing  # else it was told to stop: Quiet follows
+        if ahead is None:
+            return [*(self._on_pulled(report, now) if is_flowing else []), *self._moved(report)]
+        ahead.pulled = report
+        return self._on_ahead(ahead, now) if is_flowing else []
+
+    def _moved(self, pulled: Pulled) -> list[Action]:
+        return [Carried(self.session, pulled.chunks, pulled.size_bytes)] if pulled.failure is None else []
 
     def _on_pulled(self, pulled: Pulled, now: float) -> list[Action]:
         """A read has ended."""
-        self.is_ordered = False
         if pulled.failure is not None:
             self.failure = pulled.failure
             return []
@@ -479,6 +593,15 @@ class Sampling:
 
 
 @dataclass(slots=True)
+class Ahead:
+    """A read of what was announced under this number."""
+
+    number: int
+    is_void: bool | None = None  # whether the sender's first answer is of something else; None before that
+    pulled: Pulled | None = None  # once it has ended
+
+
+@dataclass(slots=True)
 class Reading:
     """What the receiver of a transfer knows of the sender's blocks."""
 
@@ -489,20 +612,42 @@ class Reading:
     tokens: int = 0  # that are computed
     is_last: bool = False  # the sender computes no more
     unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
+    ahead: Ahead | None = None  # all is read ahead, or was and it is not known whether that counts
 
     def learn(self, answer: BlockTables, plan: Plan) -> None:
         """Add the sender's block tables. Raises KVBridgeError for blocks outside its pool or plan, or for a gap."""
-        pool = self.session.peer_pool
         self.tokens, self.is_last = max(self.tokens, answer.tokens), self.is_last or answer.is_last
+        self.tables = extended_by(self.tables, answer.blocks, self.session.peer_pool)
         for piece in answer.blocks:
-            if piece.group >= len(pool.groups):
-                raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
-            if (table := self.tables.get(piece.group)) is None:
-                table = BlockTable.of(pool.groups[piece.group], token_shard=TokenShard.of(pool.shard))
-            if piece.first + len(piece.ids) > (most := _end_entry(plan.end_token, table)):
-                raise PeerError("blocks_too_many", f"blocks: up to entry {piece.first + len(piece.ids)} of {most}")
-            self.tables[piece.group] = table.extended(piece)
+            table = self.tables[piece.group]
+            if (end := table.first_block + len(table.ids)) > (most := _end_entry(plan.end_token, table)):
+                raise PeerError("blocks_too_many", f"blocks: up to entry {end} of {most}")
 
     def is_growing(self, plan: Plan, chunk: int) -> bool:
         """Whether the sender's engine may still write tokens that move with this chunk: its digest would differ."""
         return not self.is_last and self.tokens < plan.whole_at(plan.chunk(chunk))
+
+
+def extended_by(tables: Mapping[int, BlockTable], blocks: Sequence[Blocks], pool: Pool) -> dict[int, BlockTable]:
+    """The sender's tables with these blocks appended. Raises KVBridgeError for blocks outside its pool, or a gap."""
+    grown = dict(tables)
+    for piece in blocks:
+        if piece.group >= len(pool.groups):
+            raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
+        if (table := grown.get(piece.group)) is None:
+            table = BlockTable.of(pool.groups[piece.group], token_shard=TokenShard.of(pool.shard))
+        grown[piece.group] = table.extended(piece)
+    return grown
+
+
+def announced_tables(announce: Announce, plan: Plan, session: Session) -> dict[int, BlockTable] | None:
+    """The sender's tables as announced, or None if this plan cannot be read from there, or takes too long."""
+    if plan.end_token > announce.tokens or plan.total_bytes > MOST_AHEAD_BYTES:
+        return None
+    try:
+        tables = extended_by({}, announce.blocks, session.peer_pool)
+        check_begin(plan, announce.first_token)
+        check_last(plan, tables, announce.tokens)
+    except KVBridgeError:
+        return None
+    return tables

@@ -37,6 +37,7 @@ from ...dataplane.attached import (
 from ...dataplane.orders import OrderedReceive, ReceiveOrders, SendOrders
 from ...dataplane.resources import Resources
 from ...device.copier import Moved
+from ...device.fence import FencePage
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
@@ -45,6 +46,7 @@ from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
 from ...geometry.plan import Part
+from ...values import Value
 from ..rate import fastest
 from ..slots.slot_routes import machines, memories
 
@@ -57,7 +59,19 @@ GIVEN_UP = -1  # no ticket
 # waiting.
 MOST_AHEAD = 3
 ENDED_WHILE_READ: Failure = ("aborted", "the transfer ended while it was read")
-Opened = tuple[AttachedPool, Callable[[], None]]  # the callable is called on the loop once it is unmapped
+
+
+class Opened(Value):
+    """A peer engine's memory, and its fence if it was given. `closed` is called on the loop once that is unmapped."""
+
+    memory: AttachedPool
+    fence: FencePage | None
+    closed: Callable[[], None]
+
+    def unmap(self) -> None:
+        self.memory.close()
+        if self.fence is not None:
+            self.fence.close()
 
 
 def why_not(sender: Site, receiver: Site) -> str:
@@ -90,21 +104,25 @@ class PullRoute:
     _zeros: list[AttachedPool] = field(default_factory=list, init=False)
 
     def open(
-        self, memory_id: EngineMemoryId, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle
+        self,
+        memory_id: EngineMemoryId,
+        mapped: Callable[[], tuple[AttachedPool, FencePage | None]],
+        closed: Callable[[], None],
+        settle: Settle,
     ) -> Job:
         """Map the memory of a peer's engine. Each open needs one `close`.
 
         `settle` gets its read Rate, None if that could not be measured; or the error.
         """
         try:
-            memory = mapped()
+            memory, fence = mapped()
         except Exception as error:
             return settle(None, error)
         self._openings[memory_id] += 1
         if (before := self._peers.get(memory_id)) is not None:
             self.closing.append(before)
             self.close_unread()
-        self._peers[memory_id] = memory, closed
+        self._peers[memory_id] = Opened(memory, fence, closed)
         rate: Rate | None = None
         self._measured.append(memory)
         try:
@@ -127,20 +145,19 @@ class PullRoute:
     def close_unread(self) -> None:
         """Unmap memory that was given up and is no longer read."""
         copier, left = self._resources.copier, self.closing
-        self.closing = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
-        for memory, closed in left:
-            if all(memory is not kept for kept, _ in self.closing):
-                copier.forget(memory)
-                self._unmap(memory, closed)
-
-    def _unmap(self, memory: AttachedPool, closed: Callable[[], None]) -> None:
-        memory.close()
-        self._tell(closed)
+        self.closing = [each for each in left if each.memory in self._measured or copier.is_using(each.memory)]
+        for opened in left:
+            if all(opened.memory is not kept.memory for kept in self.closing):
+                copier.forget(opened.memory)
+                opened.unmap()
+                self._tell(opened.closed)
 
     def close_all(self) -> None:
         """Unmap everything. The copier must be closed, so that nothing is read."""
-        for memory in (*self._zeros, *(memory for memory, _ in (*self._peers.values(), *self.closing))):
+        for memory in self._zeros:
             memory.close()
+        for opened in (*self._peers.values(), *self.closing):
+            opened.unmap()
 
     def pull(self, pull: Pull, attached: AttachedMemory) -> Job:
         """Read chunks, once our engine has finished with the blocks they go to. They count only under the lease."""
@@ -151,6 +168,7 @@ class PullRoute:
         ordered = receive_orders.begin_read(pull.transfer)
         try:
             yield from begun(attached, pull.fence, self._clock() + self._wait_s, ordered)
+            self._check_computed(pull)
             receive_orders.reach(pull.transfer, "reading", self._clock(), pull.first_chunk)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD and (failure := (yield from self._ended(pull, tickets, digests))):
@@ -169,16 +187,30 @@ class PullRoute:
         if failure is None:
             receive_orders.reach(pull.transfer, "read", self._clock(), pull.end_chunk)
         failpoint("receiver.read_ended")
-        failure = failure or (yield from self._counted(pull, attached))
+        ended_at = self._clock()
+        if pull.peer_fence is None:
+            failure = failure or (yield from self._counted(pull, attached))
         first, end = pull.first_chunk, pull.end_chunk
         size_bytes = pull.plan.bytes_of(first, end)
-        receive_orders.report(Pulled(pull.transfer, end, end - first, size_bytes, digests, failure))
+        receive_orders.report(Pulled(pull.transfer, end, end - first, size_bytes, digests, failure, ended_at))
         receive_orders.end_move(ordered)
 
     def await_tables(self, awaited: AwaitedPull, attached: AttachedMemory) -> None:
         """Prepare the reads of a transfer while its sender's block tables are awaited. Raises as the copier's pull."""
         if (opened := self._peers.get(awaited.memory_id)) is not None:
-            self._resources.copier.await_pull(opened[0], awaited.plan, attached.memory, awaited.tables)
+            self._resources.copier.await_pull(opened.memory, awaited.plan, attached.memory, awaited.tables)
+
+    def _opened(self, pull: Pull) -> Opened:
+        if (opened := self._peers.get(pull.memory_id)) is None:
+            raise PeerError("peer_lost", f"peer: the memory of {pull.memory_id[0]} is not open")
+        return opened
+
+    def _check_computed(self, pull: Pull) -> None:
+        """Raises EngineError unless the sender's engine is seen to have computed what is read ahead."""
+        if pull.peer_fence:  # 0 is reached
+            fence = self._opened(pull).fence
+            if fence is None or not fence.reached(pull.peer_fence):
+                raise EngineError("fence_late", f"peer_fence: {pull.peer_fence} is not seen to be reached")
 
     def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""
@@ -187,13 +219,12 @@ class PullRoute:
             yield WaitCopier(attached, self._clock() + self._wait_s, copier)
         if pull.lease.is_given_up:
             return GIVEN_UP
-        if (opened := self._peers.get(pull.memory_id)) is None:
-            raise PeerError("peer_lost", f"peer: the memory of {pull.memory_id[0]} is not open")
+        opened = self._opened(pull)
         failpoint("receiver.read_begun")
         chunk = pull.plan.chunk(index)
         theirs = Part(pull.plan, chunk, pull.peer_tables, True)
         ours = Part(pull.plan, chunk, pull.tables, False)
-        return copier.pull(opened[0], theirs, attached.memory, ours, index in pull.compared, self._others_follow())
+        return copier.pull(opened.memory, theirs, attached.memory, ours, index in pull.compared, self._others_follow())
 
     def _ended(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
@@ -302,9 +333,13 @@ class PullRoute:
         self, attached: AttachedMemory, memory_id: EngineMemoryId | None, theirs: Part, ours: Part, has_digest: bool
     ) -> None:
         """Begin to compile for parts like these, unless the peer's memory is closed already."""
-        sender, *_ = (attached.memory,) if memory_id is None else self._peers.get(memory_id, (None,))
-        if sender is not None:
-            self._resources.copier.warm_pull(sender, theirs, attached.memory, ours, has_digest)
+        if memory_id is None:
+            sender = attached.memory
+        elif (opened := self._peers.get(memory_id)) is not None:
+            sender = opened.memory
+        else:
+            return
+        self._resources.copier.warm_pull(sender, theirs, attached.memory, ours, has_digest)
 
 
 def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:

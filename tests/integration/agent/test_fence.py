@@ -105,6 +105,35 @@ def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_block
     pair.ends_right()
 
 
+@pytest.mark.proves("G3")
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_what_is_computed_is_read_ahead_of_the_answer_and_nothing_else(pair: Pair, is_computed: bool) -> None:
+    """Once the receiver has claimed before. What was read too early is read again."""
+    before, counted = read_ahead(pair), "yes" if is_computed else "no"
+    for number in range(20):
+        pair.renew(f"{pair.request}-{number}")
+        if is_computed:
+            fill(pair.sender.held, TABLE, TOKENS)
+            pair.sender.fence.mark()
+        pair.receiver.fence.mark()
+        pair.offer(pair.request, TABLE, len(TOKENS), fence=pair.counts[0])
+        time.sleep(READ_S)  # the receiver hears of it
+        pair.want(pair.request, RECEIVER_TABLE, TOKENS, fence=pair.counts[1])
+        if not is_computed:
+            time.sleep(READ_S / 4)  # the read is over, and its lease is not asked for again
+            fill(pair.sender.held, TABLE, TOKENS)
+            pair.sender.fence.mark()
+        pair.ends_right()
+        if read_ahead(pair)[counted] > before[counted]:
+            return
+    raise AssertionError(f"nothing was read ahead: {read_ahead(pair)}")
+
+
+def read_ahead(pair: Pair) -> dict[str, float]:
+    counters = pair.receiver.agent.status.counters
+    return {each: counters.get(f"kvbridge_reads_ahead_total{{counted={each}}}", 0) for each in ("yes", "no")}
+
+
 def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
     fill(pair.sender.held, TABLE, TOKENS)
     for engine in (pair.sender, pair.receiver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import closing
 import pytest
 
 from kvbridge.device.fence import EngineFence, FencePage
+from kvbridge.device.mapping import SharedHandles
 from kvbridge.errors import EngineError
 from testing.waiting import wait_for
 
@@ -93,6 +95,27 @@ def test_refuses_what_is_no_sealed_page(make: Callable[[], int], reason: str) ->
 def test_an_engine_cannot_cut_off_the_page_the_agent_reads() -> None:
     with closing(EngineFence("cpu")) as fence, pytest.raises(PermissionError):
         os.ftruncate(fence.fd, 0)
+
+
+def test_other_agents_get_the_page_for_reading_only() -> None:
+    with closing(EngineFence("cpu")) as fence, closing(SharedHandles.keep((), (), fence.fd)) as shared:
+        assert shared.fence is not None
+        theirs = shared.fds[shared.fence]
+        with closing(FencePage(theirs)) as read:
+            assert not read.reached(1) and fence.mark() == 1 and read.reached(1)
+        with pytest.raises(PermissionError):
+            mmap.mmap(theirs, mmap.PAGESIZE)
+
+
+def test_a_page_that_may_not_be_opened_again_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is read ahead, and the memory is shared all the same."""
+
+    def refused(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refused)
+    with closing(EngineFence("cpu")) as fence, closing(SharedHandles.keep((), (), fence.fd)) as shared:
+        assert (shared.fence, shared.fds) == (None, ())
 
 
 def page(size_bytes: int, is_sealed: bool) -> int:

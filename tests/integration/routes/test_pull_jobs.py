@@ -14,7 +14,7 @@ from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.orders import Pulled, Summed
 from kvbridge.routes.pull.halves import ReadLease
-from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
+from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, Opened, PullRoute
 
 WHOSE = ("incarnation", 1, "")
 
@@ -65,6 +65,16 @@ def end_chunk() -> int:
 
 
 @pytest.fixture
+def peer_fence() -> int | None:
+    return None
+
+
+@pytest.fixture
+def fence() -> Any:
+    return None
+
+
+@pytest.fixture
 def attached() -> Any:
     liveness = SimpleNamespace(has_left=False)
     return SimpleNamespace(memory=object(), liveness=liveness, has_reached=lambda count: True)
@@ -72,11 +82,18 @@ def attached() -> Any:
 
 @pytest.fixture
 def job(
-    told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], end_chunk: int, attached: Any
+    told: ReceiveOrders,
+    copier: FullCopier,
+    lease: ReadLease,
+    clock: list[float],
+    end_chunk: int,
+    attached: Any,
+    peer_fence: int | None,
+    fence: Any,
 ) -> Job:
     resources: Any = SimpleNamespace(copier=copier)
     pulling = PullRoute(resources, lambda *args: None, SendOrders(0), told, 30.0, lambda: clock[0])
-    pulling._peers[WHOSE] = cast(Any, object()), lambda: None
+    pulling._peers[WHOSE] = Opened(cast(Any, object()), fence, lambda: None)
     plan = SimpleNamespace(chunk=lambda index: index, bytes_of=lambda first, end: end - first)
     pull: Any = SimpleNamespace(
         memory_id=WHOSE,
@@ -90,6 +107,7 @@ def job(
         tables={},
         peer_tables={},
         compared=frozenset({0}),
+        peer_fence=peer_fence,
     )
     return pulling.pull(pull, attached)
 
@@ -117,7 +135,7 @@ def test_a_digest_is_told_while_other_chunks_are_read_if_the_lease_lasts_and_els
     assert job.send(Moved(2)) == WaitMove(3)
     with pytest.raises(StopIteration):
         job.send(Moved(3))
-    assert told.take_reports() == [Pulled("t", 3, 3, 3, {0: 7} if is_late else {}, None)]
+    assert told.take_reports() == [Pulled("t", 3, 3, 3, {0: 7} if is_late else {}, None, clock[0])]
 
 
 def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
@@ -197,6 +215,28 @@ def test_a_read_that_ends_after_its_lease_and_its_own_engine_is_lost_at_once(
     with pytest.raises(StopIteration):
         _read_until(1.0, job, copier, clock)
     assert [each.failure and each.failure[0] for each in told.take_reports()] == ["engine_left"]
+
+
+@pytest.mark.proves("G3")
+@pytest.mark.parametrize(
+    ("peer_fence", "fence", "reads"),
+    [
+        (0, None, True),
+        (7, SimpleNamespace(reached=lambda count: count <= 7), True),
+        (7, SimpleNamespace(reached=lambda count: count < 7), False),
+        (7, None, False),
+    ],
+    ids=["computed", "reached", "not reached", "no page"],
+)
+def test_what_is_read_ahead_is_computed_and_waits_for_no_lease(
+    job: Job, told: ReceiveOrders, copier: FullCopier, clock: list[float], reads: bool
+) -> None:
+    """Whether it counts is decided later, by when it ended."""
+    with pytest.raises(StopIteration):
+        _read_until(1.0, job, copier, clock)
+    (pulled,) = (each for each in told.take_reports() if isinstance(each, Pulled))
+    assert (pulled.failure and pulled.failure[0], copier.begun) == ((None, 3) if reads else ("fence_late", 0))
+    assert pulled.at == (1.0 if reads else 0.0)
 
 
 def _read_until(at: float, job: Job, copier: FullCopier, clock: list[float]) -> object:

@@ -21,6 +21,7 @@ from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.device.copier import CpuBlockCopier, DeviceLost, Moved
 from kvbridge.exchange.orders import AwaitedPull, Pull, Pulled, ReceivingReport
 from kvbridge.routes.pull.halves import ReadLease
+from kvbridge.routes.pull.job import Opened
 from testing.waiting import wait_for
 from tests.integration.routes.test_routes import Agents
 
@@ -100,7 +101,7 @@ async def serving(copier: Threads, ears: Ears, **more: Any) -> AsyncIterator[Dat
         resources = replace(Agents(stack).sender, copier=copier)
         data_plane = Sleeper(lambda: resources, "us", cast(Any, ears), 5.0, **more)
         await data_plane.start()
-        data_plane._pulling._peers[WHOSE] = cast(Any, SimpleNamespace(close=lambda: None)), lambda: None
+        data_plane._pulling._peers[WHOSE] = Opened(cast(Any, SimpleNamespace(close=lambda: None)), None, lambda: None)
         await asyncio.to_thread(wait_for, lambda: data_plane.sleeps and not data_plane._turn.locked())
         yield data_plane
         await data_plane.stop()

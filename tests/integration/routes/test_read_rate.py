@@ -106,7 +106,7 @@ class Opening:
 
     def begin(self, memory: Peers) -> Job:
         closed, settle = partial(self.closed.append, memory), lambda *found: self.found.append(found)
-        return self.pulling.open(WHOSE, lambda: cast(Any, memory), closed, settle)
+        return self.pulling.open(WHOSE, lambda: (cast(Any, memory), None), closed, settle)
 
 
 def test_memory_that_is_given_up_while_it_is_measured_stays_mapped_until_then() -> None:

@@ -278,6 +278,7 @@ BODIES: tuple[Any, ...] = (
         is_offered=True,
     ),
     peer.BlockTables(transfer="2f6c1d", tokens=32, is_last=False, renewal=1, blocks=(Blocks(0, 1, (7, 3)),)),
+    peer.Announce(number=5, rendezvous="cmpl-1", first_token=0, tokens=32, fence=9, blocks=(Blocks(0, 0, (7, 3)),)),
     peer.Renew(transfer="2f6c1d", number=1),
     peer.Check(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),
     peer.Checked(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),

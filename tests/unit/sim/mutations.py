@@ -59,6 +59,7 @@ from tests.unit.sim.shapes import (
     kept_at_once,
     kept_until_read,
     left_soon,
+    offered_again,
     same,
     spoiled,
     uncompared,
@@ -392,7 +393,20 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
 @around(PullRoute, "close_unread")
 def _unmapped_while_read(right: Any, self: PullRoute) -> None:
     while self.closing:
-        self._unmap(*self.closing.pop())
+        self.closing.pop().unmap()
+
+
+@around(IncomingByPull, "_on_tables")
+def _of_any_offer(right: Any, self: IncomingByPull, told: BlockTables, now: float) -> Any:
+    ahead = self.reading.ahead
+    return right(self, told if ahead is None else msgspec.structs.replace(told, announced=ahead.number), now)
+
+
+@around(IncomingByPull, "_on_ahead")
+def _counted_unanswered(right: Any, self: IncomingByPull, ahead: Any, now: float) -> Any:
+    if ahead.is_void is None:
+        ahead.is_void, self.reading.lease.ends = False, now + LEASE_S
+    return right(self, ahead, now)
 
 
 @around(IncomingByPull, "_on_checked")
@@ -537,6 +551,11 @@ MUTATIONS: dict[str, Rule] = {
         instead(engine, "READERS_S", 0.1), PULLED + 13, READ_WRONG, unheard("freeze loop", is_impatient=True)
     ),
     "read_before_fence": Rule(_unfenced, PULLED + 3, READ_WRONG, uncompared),
+    "count_what_was_announced_of_another_offer": Rule(_of_any_offer, PULLED + 3, READ_WRONG, offered_again),
+    "count_read_ahead_unanswered": Rule(_counted_unanswered, PULLED + 11, READ_WRONG, uncompared),
+    "read_ahead_of_fence": Rule(
+        instead(PullRoute, "_check_computed", lambda self, pull: None), PULLED + 138, READ_WRONG, uncompared
+    ),
     "unmap_while_read": Rule(_unmapped_while_read, PULLED + 53, "through a mapping that is closed"),
     "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
     "offer_state_that_goes_on": Rule(
@@ -598,6 +617,9 @@ PROVES: dict[str, tuple[str, ...]] = {
         "detach_while_read",
         "reuse_at_once_after_agent_died",
         "take_back_too_soon",
+        "count_what_was_announced_of_another_offer",
+        "count_read_ahead_unanswered",
+        "read_ahead_of_fence",
     ),
     "G4": ("skip_comparison", "release_while_digesting", "compare_what_still_changes"),
     "G5": (

@@ -107,6 +107,20 @@ def asked_unheard(scenario: Scenario) -> Scenario:
     return _troubled(scenario, requests, faults, is_impatient=True)
 
 
+def offered_again(scenario: Scenario) -> Scenario:
+    """Prompts are offered, taken back, wanted once another has their blocks, and only then offered again."""
+    first, *others = _asked(scenario, 0.3, None)
+    requests = [first]  # opens the sessions
+    for i, (gone, other, again) in enumerate(zip(*(others[each::3] for each in range(3)), strict=False)):
+        at, pair = 2.0 + 1.6 * i, {"prefill": first.prefill, "decode": first.decode, "sender": first.sender}
+        requests += [
+            replace(gone, **pair, at=at, withdraw_s=0.1, want_at=at + 0.4),
+            replace(other, **pair, at=at + 0.2, want_at=at + 1.2),
+            replace(again, **pair, at=at + 0.7, want_at=at + 1.2, twin=gone.number),
+        ]
+    return _troubled(scenario, tuple(requests), [], is_impatient=False)
+
+
 def spoiled(scenario: Scenario) -> Scenario:
     """Something of each request is read wrong, and all of it is compared."""
     requests = _asked(scenario, 0.3, None)
