@@ -127,15 +127,14 @@ class Metrics:
         self._compared = counter("kvbridge_chunks_compared_total", text, ["role"])
         text = "Chunks that were not compared: no digest came in time, or their blocks were still written"
         self._uncompared = counter("kvbridge_chunks_uncompared_total", text)
-        text = "Reads ordered before their sender had answered; what does not count is read again"
-        self._ahead = counter("kvbridge_reads_ahead_total", text, ["counted"])
+        ahead = counter("kvbridge_reads_ahead_total", "Reads ordered before their sender had answered", ["counted"])
+        self._ahead = {counts: ahead.labels(said) for counts, said in ((True, "yes"), (False, "no"))}
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = counter("kvbridge_digest_mismatches_total", text, ["role"])
-        for by_role in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
-            for role in ("sender", "receiver"):
-                by_role.labels(role)
         for role in ("sender", "receiver"):
             self._handshakes.labels(role, "open")
+            for by_role in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
+                by_role.labels(role)
         text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = gauge("kvbridge_engine_info", text, labels)
@@ -241,7 +240,7 @@ class Metrics:
             case Uncompared(chunks=chunks):
                 self._uncompared.inc(chunks)
             case ReadAhead(counts=counts):
-                self._ahead.labels("yes" if counts else "no").inc()
+                self._ahead[counts].inc()
             case Unconfirmed():
                 self._leases_unconfirmed.inc()
             case Dropped():
