@@ -99,9 +99,9 @@ Adapters describe fewer kinds than agents carry:
 - The vLLM adapter refuses, by name, when an engine starts: recurrent states in `mamba_cache_mode` `all`, those of Mamba
   1 and lightning beside drafts, and replicated convolutions (Qwen4-exp); index keys in other forms than DeepSeek
   V3.2's, V4's and MiniMax M3's, compressed caches and rings but DeepSeek V4's and V4.1's, attention backends whose
-  order of rows it does not know ([those that it does](../kvbridge/adapters/vllm/backends.py)), and caches in NVFP4 other than
-  FlashInfer's (0.32 or later) and latent rows of 352 bytes. Of int8 it knows only rows with scales of their own; MXFP8
-  vLLM does not have.
+  order of rows it does not know ([those that it does](../kvbridge/adapters/vllm/backends.py)), and caches in NVFP4
+  other than FlashInfer's (0.32 or later) and latent rows of 352 bytes. Of int8 it knows only rows with scales of their
+  own; MXFP8 vLLM does not have.
 - The SGLang adapter: [its limits](sglang.md#limits).
 """
 
